@@ -1,0 +1,106 @@
+"""The sections that describe how islands work together, and the configuration of a whole run."""
+
+import ipaddress
+from typing import Annotated
+
+from pydantic import Field, field_validator, model_validator
+
+from islands.config import IslandConfig
+from islands.config_file import Plugin, PluginSection, Section
+
+
+class OuterOptimizerSection(PluginSection):
+    """Keys that every outer optimizer has."""
+
+    lr: float = Field(0.7, gt=0, description="outer learning rate")
+
+
+class CodecSection(PluginSection):
+    """Keys that every codec has."""
+
+
+class OuterSection(Section):
+    """What islands agree on, and how often."""
+
+    sync_every: int = Field(30, ge=1, description="H: inner steps between two rounds of the same fragment")
+    optimizer: Annotated[OuterOptimizerSection, Plugin("diloco.outer_optimizers", "sgd")]
+    codec: Annotated[CodecSection, Plugin("diloco.codecs", "none")]
+
+
+class ExchangeSection(PluginSection):
+    """Keys that every exchange has."""
+
+    peer_timeout: float = Field(30.0, gt=0, description="seconds without a sign of life until an island counts as gone")
+    round_deadline: float = Field(300.0, gt=0, description="seconds that one round may take in all")
+    min_islands: int = Field(1, ge=1, description="fewer members than this never commit a round")
+
+    @model_validator(mode="after")
+    def _deadline_is_longer(self) -> "ExchangeSection":
+        if self.round_deadline < self.peer_timeout:
+            raise ValueError(
+                f"exchange.round_deadline={self.round_deadline} is shorter than exchange.peer_timeout={self.peer_timeout}; "
+                "a round must outlast the detection of a lost island"
+            )
+        return self
+
+
+class SwarmSection(Section):
+    """Who takes part and where they meet."""
+
+    islands: int = Field(1, ge=1, description="islands that must be there before training starts")
+    max_slots: int = Field(8, ge=1, description="most islands that may ever take part at once; fixes the data order")
+    slot: int = Field(-1, ge=-1, description="this island's place, 0 to max_slots-1; -1: given by the first island")
+    initial_peers: list[str] = Field([], description="addresses of islands to join through; empty: this is the first island")
+    listen: str = Field("127.0.0.1:0", description="host:port that other islands connect to; port 0: any free one")
+    announce: str = Field("", description="host:port that others are told, where it differs from listen (behind NAT)")
+    identity_file: str = Field("", description="file with this island's private key; made when missing; empty: a new one")
+    public: bool = Field(False, description="allow listening beyond loopback while there is no swarm key")
+    join_timeout: float = Field(120.0, gt=0, description="seconds to wait for the other islands at the start")
+
+    @field_validator("listen", "announce")
+    @classmethod
+    def _is_host_and_port(cls, value: str) -> str:
+        if value:
+            host, _, port = value.rpartition(":")
+            try:
+                ipaddress.ip_address(host.strip("[]"))
+            except ValueError:
+                raise ValueError("must be IP:PORT, for example 0.0.0.0:31337") from None
+            if not port.isdecimal() or int(port) > 65535:
+                raise ValueError("must end with a port from 0 to 65535")
+        return value
+
+    @field_validator("initial_peers")
+    @classmethod
+    def _are_addresses(cls, value: list[str]) -> list[str]:
+        for address in value:
+            if not address.startswith("/") or "/p2p/" not in address:
+                raise ValueError(
+                    f"{address!r} is not an address such as /ip4/10.0.0.1/tcp/31337/p2p/Qm...; "
+                    "the first island prints the one to use"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> "SwarmSection":
+        if self.islands > self.max_slots:
+            raise ValueError(f"swarm.islands={self.islands} is more than swarm.max_slots={self.max_slots}; raise max_slots")
+        if self.slot >= self.max_slots:
+            raise ValueError(
+                f"swarm.slot={self.slot} is not below swarm.max_slots={self.max_slots}; the last slot is {self.max_slots - 1}"
+            )
+        host = ipaddress.ip_address(self.listen.rpartition(":")[0].strip("[]"))
+        if not host.is_loopback and not self.public:
+            raise ValueError(
+                f"swarm.listen={self.listen} is reachable by others and the swarm has no key: anyone who finds it may take "
+                "part. Set swarm.public: true to allow that, or listen on 127.0.0.1"
+            )
+        return self
+
+
+class RunConfig(IslandConfig):
+    """A whole run: one island's sections and the outer ones."""
+
+    outer: OuterSection
+    exchange: Annotated[ExchangeSection, Plugin("diloco.exchange", "hivemind")]
+    swarm: SwarmSection = SwarmSection()

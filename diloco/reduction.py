@@ -1,0 +1,67 @@
+"""The weighted mean of encoded contributions, in one fixed order: the same bits wherever it is computed. torch only.
+
+A fragment is cut into chunks of :data:`CHUNK` elements, by its size alone, so any member can reduce any chunk.
+"""
+
+from typing import Protocol, Sequence
+
+import torch
+from torch import Tensor
+
+#: Elements in a chunk: 1 MiB in fp32, large enough that a message per chunk costs nothing on the wire.
+CHUNK = 1 << 18
+
+
+class Codec(Protocol):
+    """How a flat tensor becomes bytes. Deterministic: equal input gives equal bytes on every machine."""
+
+    def encode(self, values: Tensor) -> Tensor:
+        """A flat floating-point tensor as a uint8 tensor; it may share the input's memory."""
+
+    def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """The ``numel`` values that ``encoded`` (uint8) stands for. Raises ValueError when its size is wrong."""
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The most bytes that ``numel`` values may take: what a receiver allows before it allocates."""
+
+
+def num_chunks(numel: int) -> int:
+    """Number of chunks in a fragment of ``numel`` elements; the last may be shorter."""
+    return -(-numel // CHUNK)
+
+
+def chunk_slice(numel: int, index: int) -> slice:
+    """Elements of chunk ``index``."""
+    return slice(index * CHUNK, min((index + 1) * CHUNK, numel))
+
+
+def reducer_chunks(numel: int, num_members: int, position: int) -> range:
+    """Chunks that the member at ``position`` (in the round's order) reduces: equal runs, the first ones longer."""
+    share, extra = divmod(num_chunks(numel), num_members)
+    start = position * share + min(position, extra)
+    return range(start, start + share + (position < extra))
+
+
+def weighted_mean(contributions: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """``sum(w_i x_i) / sum(w)``, member by member in the given order.
+
+    Multiplication and addition are separate operations: a fused multiply-add rounds once where other machines (or the
+    tail of a vector loop) round twice.
+
+    Raises:
+        ValueError: no member, or weights that don't sum to a positive number.
+    """
+    total = sum(weights)
+    if not contributions or not total > 0:
+        raise ValueError(f"can't average {len(contributions)} contributions of weights {list(weights)}")
+    mean = contributions[0] * (weights[0] / total)
+    for values, weight in zip(contributions[1:], weights[1:], strict=True):
+        mean.add_(values * (weight / total))
+    return mean
+
+
+def reduce_chunk(
+    codec: Codec, encoded: Sequence[Tensor], weights: Sequence[float], numel: int, dtype: torch.dtype
+) -> Tensor:
+    """The encoded mean of one chunk. What it decodes to is what every member applies, the one who reduced it too."""
+    return codec.encode(weighted_mean([codec.decode(values, numel, dtype) for values in encoded], weights))

@@ -1,0 +1,87 @@
+"""The sections that describe one island. Each key carries its meaning and its check."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from islands.config_file import Plugin, PluginSection, Section
+
+#: Sections of a file that only the packages above this one read; `python -m islands` skips them.
+OUTER_SECTIONS = ("outer", "exchange", "swarm")
+
+
+class RunSection(Section):
+    """Who and where."""
+
+    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="name of the run and of its swarm")
+    dir: str = Field("", description="folder for all that the run writes; default runs/<name>")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of weights and data order; the same on all islands")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: one GPU a rank where there are enough")
+    timeout: float = Field(300.0, gt=0, description="seconds until a collective operation that hangs is an error")
+    tensorboard: bool = Field(False, description="also write TensorBoard events (needs the extra 'tensorboard')")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_dir(cls, raw: dict) -> dict:
+        return raw if raw.get("dir") else {**raw, "dir": f"runs/{raw.get('name', 'run')}"}
+
+
+class ParallelSection(Section):
+    """How the ranks of one island divide the work."""
+
+    data_parallel_strategy: Literal["zero3"] = Field("zero3", description="what data-parallel ranks shard")
+    data_parallel_size: int = Field(-1, ge=-1, description="data-parallel ranks; -1: all that the other axes leave")
+    tensor_parallel_size: Literal[1] = Field(1, description="ranks that share each matrix product")
+    pipeline_parallel_size: Literal[1] = Field(1, description="stages that the layers are cut into")
+
+
+class OptimizerSection(PluginSection):
+    """Keys that every inner optimizer has."""
+
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly to its peak")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="what follows the warmup")
+    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="cosine ends at this share of the peak")
+    clip_norm: float = Field(1.0, ge=0, description="largest global gradient norm; 0: never clip")
+
+
+class DataSection(PluginSection):
+    """Keys that every data source has."""
+
+    seq_len: int = Field(256, ge=2, description="tokens in a sequence")
+    held_out: float = Field(0.05, gt=0, lt=1, description="share of the files that is kept for evaluation")
+
+
+class ModelSection(PluginSection):
+    """Keys that every model family has."""
+
+
+class TrainSection(Section):
+    """How long, on how much, how exactly."""
+
+    steps: int = Field(..., ge=1, description="inner steps of the run")
+    global_batch_size: int = Field(..., ge=1, description="sequences in one inner step of one island")
+    micro_batch_size: int = Field(0, ge=0, description="sequences in one forward pass of one rank; 0: all of its share")
+    precision: Literal["fp32", "bf16", "fp64"] = Field("fp32", description="arithmetic; bf16 keeps fp32 master weights")
+    eval_every: int = Field(0, ge=0, description="inner steps between evaluations; 0: only at start and end")
+    eval_sequences: int = Field(64, ge=1, description="held-out sequences in one evaluation")
+
+
+class IslandConfig(Section):
+    """All that one island needs to train alone."""
+
+    run: RunSection = RunSection.model_validate({})
+    model: Annotated[ModelSection, Plugin("islands.models", "llama")]
+    data: Annotated[DataSection, Plugin("islands.data", "python_stdlib")]
+    parallel: ParallelSection = ParallelSection()
+    optimizer: Annotated[OptimizerSection, Plugin("islands.optimizers", "adamw")]
+    train: TrainSection
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> "IslandConfig":
+        if self.optimizer.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than train.steps={self.train.steps}; "
+                "warm up for at most all of the steps"
+            )
+        return self
