@@ -1,0 +1,77 @@
+"""One island of a run: what ``torchrun … -m diloco CONFIG`` does on every rank."""
+
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from diloco.config import RunConfig
+from diloco.exchange.base import Exchange, JoinError, Seat
+from diloco.outer_round import Coordinator, OuterRound
+from diloco.outer_state import OuterState
+from diloco.report import write_report
+from diloco.schedule import Schedule
+from islands import plugins
+from islands.fragments import Fragment, ParameterMover, schema_hash, schema_of, whole_model
+from islands.island import build_island, load_corpus, meta_model, parameter_dtype
+from islands.mesh import check_grid
+from islands.process import is_first_rank, pick_device, process_group, world_size
+from islands.run import open_metrics
+from islands.train_loop import train
+
+
+def run_island(config: RunConfig) -> None:
+    """Check everything, meet the other islands, train.
+
+    Raises:
+        ConfigError: before anything is started.
+        JoinError: the swarm refused this island, or did not come together in time.
+    """
+    check_grid(config, world_size())
+    corpus, device = load_corpus(config), pick_device(config.run.device)
+    schema = schema_of(meta_model(config))
+    fragments = whole_model(schema)
+    with ExitStack() as stack:
+        coordinator = None
+        if is_first_rank():  # first of all: the exchange process takes seconds to start, while the ranks meet
+            coordinator = _coordinator(config, fragments, f"{schema_hash(schema)} {parameter_dtype(config)}")
+            stack.callback(coordinator.exchange.close)
+        process = stack.enter_context(process_group(device, config.run.timeout))
+        island = build_island(config, process, corpus)
+        seat = _take_seat(coordinator and coordinator.exchange)
+        metrics = open_metrics(island, seat.slot)
+        stack.callback(metrics.close)
+        if seat.address:
+            metrics.write("event", what="address", detail=seat.address)
+        outer_round = OuterRound(
+            Schedule(config.train.steps, config.outer.sync_every, len(fragments)),
+            ParameterMover(island.model, fragments),
+            coordinator,
+            metrics,
+        )
+        outer_round.start()
+        train(island, island.batches(seat.slot, config.swarm.max_slots), metrics, [outer_round])
+        metrics.write("event", what="end", detail="all steps done")
+    if is_first_rank():
+        write_report(config.run.dir)
+
+
+def _coordinator(config: RunConfig, fragments: list[Fragment], schema: str) -> Coordinator:
+    optimizer = plugins.build("diloco.outer_optimizers", config.outer.optimizer)
+    state = OuterState([fragment.numel for fragment in fragments], optimizer, parameter_dtype(config))
+    exchange = plugins.load("diloco.exchange", config.exchange.type)
+    return Coordinator(exchange.build(config, state, schema), state)
+
+
+def _take_seat(exchange: Exchange | None) -> Seat:
+    """Rank 0 joins the swarm; the others learn the seat, or why there is none, from it."""
+    box: list[Seat | JoinError | None] = [None]
+    if exchange:
+        try:
+            box[0] = exchange.join()
+        except JoinError as error:
+            box[0] = error
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    if isinstance(box[0], JoinError):
+        raise box[0]
+    return box[0]

@@ -1,0 +1,47 @@
+"""The same weights on every mesh: each parameter is drawn from a generator seeded by its own name."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for part in ("_checkpoint_wrapped_module.", "_orig_mod.", "module."):
+        name = name.replace(part, "")
+    return name
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by canonical name, in the model's own order; a tied one appears once."""
+    return {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    """Give a model built on the meta device its memory and weights.
+
+    A rank draws one whole parameter at a time on the CPU and keeps its shard, so the whole model never exists on one rank, and
+    no mesh, device or order of modules changes a bit.
+    """
+    model.to_empty(device=device)
+    model.init_buffers(device, dtype)
+    for name, parameter in named_parameters(model).items():
+        generator = torch.Generator().manual_seed(_seed_of(name, seed))
+        whole = torch.empty(parameter.shape, dtype=torch.float32)
+        model.init_parameter(name, generator, whole)
+        parameter.copy_(_like(whole.to(parameter.dtype), parameter))
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """Well mixed in its low 32 bits: torch's CPU generator looks at no others."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4], "little")
+
+
+def _like(whole: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return whole
+    whole = whole.to(parameter.device)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

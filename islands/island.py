@@ -1,0 +1,123 @@
+"""One island, put together: mesh, model, optimizer, data."""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Iterator
+
+import torch
+from torch import nn
+
+from islands import plugins
+from islands.config import IslandConfig
+from islands.config_file import ConfigError
+from islands.data.base import Batches, Corpus, Sampler, num_samples
+from islands.evaluation import Evaluation
+from islands.initialize import initialize
+from islands.mesh import Grid, IslandMesh, build_mesh, check_grid
+from islands.parallelize import parallelize
+from islands.process import Process
+from islands.train_step import TrainStep
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+
+
+def parameter_dtype(config: IslandConfig) -> torch.dtype:
+    """What parameters are kept in: fp32, also where bf16 computes."""
+    return _DTYPES[config.train.precision]
+
+
+def meta_model(config: IslandConfig) -> nn.Module:
+    """The whole model without memory: for its names and shapes, and to be sharded before it is filled."""
+    with torch.device("meta"), _default_dtype(parameter_dtype(config)):
+        return plugins.load("islands.models", config.model.type).build(config.model, config.data.seq_len)
+
+
+def load_corpus(config: IslandConfig) -> Corpus:
+    """The text of the run.
+
+    Raises:
+        ConfigError: files are missing, too short for one sequence, or need a larger vocabulary than the model has.
+    """
+    corpus = plugins.build("islands.data", config.data)
+    if not num_samples(corpus.train, config.data.seq_len):
+        raise ConfigError(
+            f"data.seq_len: {config.data.seq_len} is more than the {len(corpus.train)} tokens of the training text; "
+            "give more text or a shorter sequence"
+        )
+    if corpus.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {config.model.vocab_size} is less than the {corpus.vocab_size} tokens that "
+            f"data.type={config.data.type} has; set it to at least that"
+        )
+    return corpus
+
+
+@dataclass(frozen=True)
+class Island:
+    """What a rank needs to train: its part of the model, and how to step and evaluate it."""
+
+    config: IslandConfig
+    process: Process
+    grid: Grid
+    mesh: IslandMesh
+    model: nn.Module
+    train_step: TrainStep
+    evaluation: Evaluation
+    corpus: Corpus
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def evaluate(self) -> float:
+        """Held-out loss, in nats a token, of the parameters as they are."""
+        return self.evaluation(self.model)
+
+    def batches(self, slot: int = 0, max_slots: int = 1) -> Batches:
+        """The training batches of an island in ``slot``."""
+        config, data = self.config, self.mesh.data
+        samples = num_samples(self.corpus.train, config.data.seq_len)
+        return Batches(
+            self.corpus.train,
+            config.data.seq_len,
+            config.train.global_batch_size,
+            Sampler(samples, config.run.seed, slot, max_slots),
+            data.get_local_rank(),
+            data.size(),
+        )
+
+
+def build_island(config: IslandConfig, process: Process, corpus: Corpus) -> Island:
+    """Make this rank's part of the island; called on all ranks alike."""
+    train = config.train
+    grid = check_grid(config, process.world_size)
+    mesh = build_mesh(grid, process)
+    model = meta_model(config)
+    parallelize(model, mesh, config)
+    initialize(model, process.device, parameter_dtype(config), config.run.seed)
+    optimizer = plugins.build("islands.optimizers", config.optimizer, model.parameters())
+    data_group = mesh.data.get_group()
+    batch_size = train.micro_batch_size or train.global_batch_size // grid.data
+    return Island(
+        config,
+        process,
+        grid,
+        mesh,
+        model,
+        TrainStep(model, optimizer, data_group, train.micro_batch_size, config.optimizer.clip_norm),
+        Evaluation(
+            corpus.held_out, config.data.seq_len, train.eval_sequences, batch_size, data_group, process.device
+        ),
+        corpus,
+    )
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

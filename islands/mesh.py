@@ -1,0 +1,101 @@
+"""The device mesh of an island, and every check on its shape."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from islands.config import IslandConfig
+from islands.config_file import ConfigError
+from islands.process import Process
+
+AXES = ("island", "pipeline", "replicate", "shard", "tensor")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the mesh axes of one island."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    tensor: int
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicate * self.shard
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.pipeline * self.data * self.tensor
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES[1:])
+
+
+def check_grid(config: IslandConfig, world_size: int) -> Grid:
+    """The grid that ``config`` asks for on ``world_size`` ranks.
+
+    Raises:
+        ConfigError: the sizes don't multiply to the world, or the batch does not divide; with what would fit.
+    """
+    parallel, train = config.parallel, config.train
+    model_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    data = parallel.data_parallel_size
+    if data == 0:
+        raise ConfigError("parallel.data_parallel_size: 0 is not a number of ranks; give 1 or more, or -1 for the rest")
+    if data == -1:
+        data = world_size // model_ranks
+    if data * model_ranks != world_size:
+        raise ConfigError(
+            f"parallel: data_parallel_size {data} x tensor_parallel_size {parallel.tensor_parallel_size} x "
+            f"pipeline_parallel_size {parallel.pipeline_parallel_size} = {data * model_ranks} ranks, but this island has "
+            f"{world_size}. {_nearest_grids(world_size, model_ranks)}"
+        )
+    if train.global_batch_size % data:
+        nearest = sorted({max(data, train.global_batch_size // data * data), (train.global_batch_size // data + 1) * data})
+        raise ConfigError(
+            f"train.global_batch_size: {train.global_batch_size} sequences don't divide among {data} data-parallel ranks; "
+            f"the nearest that do are {' and '.join(map(str, nearest))}"
+        )
+    share, micro = train.global_batch_size // data, train.micro_batch_size
+    if micro and share % micro:
+        fitting = [size for size in range(1, share + 1) if share % size == 0]
+        raise ConfigError(
+            f"train.micro_batch_size: {micro} does not divide the {share} sequences of each rank; "
+            f"sizes that do: {', '.join(map(str, fitting))}"
+        )
+    return Grid(pipeline=parallel.pipeline_parallel_size, replicate=1, shard=data, tensor=parallel.tensor_parallel_size)
+
+
+def _nearest_grids(world_size: int, model_ranks: int) -> str:
+    if world_size % model_ranks == 0:
+        return f"Set data_parallel_size to {world_size // model_ranks} (or -1: the rest)"
+    start = [size for size in (world_size // model_ranks * model_ranks, (world_size // model_ranks + 1) * model_ranks) if size]
+    return f"Start {' or '.join(map(str, start))} ranks, or use tensor and pipeline sizes whose product divides {world_size}"
+
+
+@dataclass(frozen=True)
+class IslandMesh:
+    """The mesh (island, pipeline, replicate, shard, tensor), and ``data``: replicate x shard, the ranks that split the batch."""
+
+    root: DeviceMesh
+    data: DeviceMesh
+
+
+def build_mesh(grid: Grid, process: Process) -> IslandMesh:
+    """Arrange the ranks of the island; called on all of them alike."""
+    sizes = (1, grid.pipeline, grid.replicate, grid.shard, grid.tensor)
+    root = init_device_mesh(process.device.type, sizes, mesh_dim_names=AXES)
+    data = root["replicate", "shard"]._flatten("data")
+    for group in (*root.get_all_groups(), data.get_group()):
+        _set_timeout(group, process.timeout)
+    return IslandMesh(root, data)
+
+
+def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Groups made by a mesh don't inherit the timeout of the world group: they would hang for half an hour."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -1,0 +1,66 @@
+"""What a run tells: rows in metrics.jsonl, lines on the console, TensorBoard."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from islands.config_file import ConfigError
+
+
+class Metrics:
+    """Writes rows of one island; on ranks other than the first it does nothing.
+
+    Every row carries ``kind``, ``island`` and ``time`` (Unix seconds). See "Command line and files" in the documentation for each kind's keys.
+    """
+
+    def __init__(self, folder: Path, island: int, enabled: bool, tensorboard: bool = False) -> None:
+        self._island, self._file, self._board = island, None, None
+        if not enabled:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("w", buffering=1)  # a reader sees whole lines
+        if tensorboard:
+            self._board = _summary_writer(folder.parent / "tensorboard" / folder.name)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append a row and, for the person who watches, a line."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps({"kind": kind, "island": self._island, "time": time.time(), **values}) + "\n")
+        line = _console_line(kind, values)
+        if line:
+            print(line, flush=True)
+        if self._board and "step" in values:
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self._board.add_scalar(f"{kind}/{name}", value, values["step"])
+
+    def close(self) -> None:
+        """Flush everything to disk."""
+        if self._file:
+            self._file.close()
+        if self._board:
+            self._board.close()
+
+
+def _console_line(kind: str, values: dict[str, Any]) -> str:
+    if kind == "step":
+        return (
+            f"step {values['step']:>6}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
+            f"grad norm {values['grad_norm']:.3f}  {values['tokens_per_second']:,.0f} tokens/s"
+        )
+    if kind == "eval":
+        return f"step {values['step']:>6}  held-out loss {values['loss']:.4f}"
+    if kind == "round":
+        text = f"step {values['step']:>6}  round {values['round']} {values['outcome']}"
+        return f"{text}: {values['reason']}" if values["reason"] else f"{text} by islands {values['members']}"
+    return f"{values['what']}: {values['detail']}" if kind == "event" and isinstance(values["detail"], str) else ""
+
+
+def _summary_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
+    except ImportError as error:
+        raise ConfigError("run.tensorboard: true needs the extra: pip install 'diloco[tensorboard]'") from error
+    return SummaryWriter(str(folder))

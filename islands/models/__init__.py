@@ -1,0 +1,6 @@
+"""Model families, one file each.
+
+A file holds ``Config`` (a :class:`~islands.config.ModelSection`), ``build(config, seq_len) -> nn.Module`` and
+``num_flops_per_token(config, seq_len) -> int``. The module is written for one device; it maps token ids (batch, seq) to logits (batch,
+seq, vocab), fills its own weights by name (``init_parameter``) and lists the blocks that strategies wrap (``blocks``).
+"""

@@ -1,0 +1,204 @@
+"""The Llama family: RMSNorm, rotary position embedding, grouped-query attention, SwiGLU (arXiv 2302.13971, 2307.09288).
+
+Parameters have the names that Hugging Face's LlamaForCausalLM gives them inside ``model.``.
+Shapes: B batch, T positions, D hidden, H query heads, K key-value heads, E head size, F intermediate, V vocabulary.
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from islands.config import ModelSection
+
+#: Sizes by name, about so many parameters; any key can be overridden beside ``preset``.
+PRESETS: dict[str, dict[str, int]] = {
+    "quickstart": dict(hidden_size=128, num_layers=5, num_heads=4, num_kv_heads=2, intermediate_size=384),
+    "15M": dict(hidden_size=384, num_layers=8, num_heads=6, num_kv_heads=6, intermediate_size=1024),
+    "60M": dict(hidden_size=640, num_layers=12, num_heads=10, num_kv_heads=5, intermediate_size=1728),
+    "150M": dict(hidden_size=1024, num_layers=12, num_heads=16, num_kv_heads=8, intermediate_size=2816),
+    "1B": dict(hidden_size=2048, num_layers=20, num_heads=16, num_kv_heads=8, intermediate_size=5632),
+    "7B": dict(hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=32, intermediate_size=11008),
+}
+
+
+class Config(ModelSection):
+    """``model.type: llama``. A preset gives the sizes; keys beside it override them."""
+
+    type: Literal["llama"] = "llama"
+    preset: Literal["quickstart", "15M", "60M", "150M", "1B", "7B"] = "quickstart"
+    vocab_size: int = Field(256, ge=2, description="different tokens; 256 for bytes")
+    hidden_size: int = Field(0, ge=0, description="width of the residual stream; 0: as the preset says, like all sizes below")
+    num_layers: int = Field(0, ge=0)
+    num_heads: int = Field(0, ge=0, description="query heads")
+    num_kv_heads: int = Field(0, ge=0, description="key and value heads, each shared by num_heads/num_kv_heads query heads")
+    intermediate_size: int = Field(0, ge=0, description="width inside the feed-forward block")
+    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
+    norm_eps: float = Field(1e-5, gt=0)
+    tied_embeddings: bool = Field(False, description="one matrix for token embedding and output")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_sizes(cls, raw: dict) -> dict:
+        sizes = PRESETS.get(raw.get("preset", "quickstart"), {})
+        return {**raw, **{key: value for key, value in sizes.items() if not raw.get(key)}}
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "Config":
+        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
+            fitting = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % (2 * n) == 0]
+            raise ValueError(
+                f"num_heads={self.num_heads} does not cut hidden_size={self.hidden_size} into heads of even size; "
+                f"the nearest that does is {min(fitting, key=lambda n: abs(n - self.num_heads))}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                f"sizes that do: {', '.join(map(str, fitting))}"
+            )
+        return self
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square over the last dim, then by a learned weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D) -> (…, D)"""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def rotary_tables(head_size: int, positions: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, E/2) of the rotary angles, in fp64 so that every dtype rounds the same numbers."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float64, device=device) / head_size
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64, device=device), theta**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + E/2) of x (B, T, H, E) by its position's angle."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]  # (T, 1, E/2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.head_size = config.hidden_size // config.num_heads
+        kv_size = config.num_kv_heads * self.head_size
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D). Head counts come from the projections: under tensor parallelism a rank has its share."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_size)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
+        )  # (B, H, T, E)
+        return self.o_proj(attended.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)"""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One transformer layer: what strategies wrap."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)"""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(nn.Module):
+    """Token ids (B, T) to logits (B, T, V)."""
+
+    def __init__(self, config: Config, seq_len: int) -> None:
+        super().__init__()
+        self.config, self.seq_len = config, seq_len
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make embedding and output one parameter where the config says so; strategies that replace parameters call it again."""
+        if self.config.tied_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    @property
+    def blocks(self) -> nn.ModuleDict:
+        """The layers, each wrapped as a unit by the strategies."""
+        return self.layers
+
+    def init_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Fill what is not a parameter; needed again after ``to_empty``."""
+        head_size = self.config.hidden_size // self.config.num_heads
+        cos, sin = rotary_tables(head_size, self.seq_len, self.config.rope_theta, device)
+        self.cos, self.sin = cos.to(dtype), sin.to(dtype)
+
+    def init_parameter(self, name: str, generator: torch.Generator, out: Tensor) -> None:
+        """Draw the whole parameter ``name`` into ``out`` (fp32, CPU), from a generator of its own."""
+        if out.dim() == 1:
+            out.fill_(1.0)
+            return
+        into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = 0.02 / math.sqrt(2 * self.config.num_layers) if into_residual else 0.02
+        out.normal_(0.0, std, generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> (B, T, V)"""
+        x = self.embed_tokens(tokens)
+        cos, sin = self.cos[: tokens.shape[1]].to(x.dtype), self.sin[: tokens.shape[1]].to(x.dtype)
+        for block in self.layers.values():
+            x = block(x, cos, sin)
+        return self.lm_head(self.norm(x))
+
+
+def build(config: Config, seq_len: int) -> Llama:
+    """The module; under ``torch.device("meta")`` it takes no memory."""
+    return Llama(config, seq_len)
+
+
+def num_flops_per_token(config: Config, seq_len: int) -> int:
+    """Floating-point operations to train on one token: 6 for each weight of a matrix product, and attention's own."""
+    head_size = config.hidden_size // config.num_heads
+    attention = config.hidden_size * (2 * config.hidden_size + 2 * config.num_kv_heads * head_size)
+    per_layer = attention + 3 * config.hidden_size * config.intermediate_size
+    matrices = config.num_layers * per_layer + config.hidden_size * config.vocab_size
+    return 6 * matrices + 6 * config.num_layers * config.hidden_size * seq_len  # causal: half of 12 L D T

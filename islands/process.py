@@ -1,0 +1,103 @@
+"""This process among the ranks of its island. The only file that reads the environment or names a backend."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Iterator
+
+import torch
+import torch.distributed as dist
+
+from islands.config_file import ConfigError
+
+
+@dataclass(frozen=True)
+class Process:
+    """One rank.
+
+    Attributes:
+        device: where this rank computes.
+        timeout: seconds until a collective that hangs is an error.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    timeout: float
+
+
+def world_size() -> int:
+    """Ranks of this island, as torchrun set it; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for its island and holds its anchor."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def pick_device(wanted: str) -> torch.device:
+    """The device of this rank for ``run.device``. ``auto`` takes GPUs only if every local rank gets its own.
+
+    Raises:
+        ConfigError: ``cuda`` was asked for and there are fewer GPUs than local ranks.
+    """
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    if wanted == "cuda" and not enough:
+        raise ConfigError(
+            f"run.device: 'cuda' needs one GPU for each of the {local_ranks} local ranks and torch sees "
+            f"{torch.cuda.device_count()}; start fewer ranks or set run.device to cpu"
+        )
+    return torch.device("cuda", local_rank) if enough and wanted != "cpu" else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device, timeout: float) -> Iterator[Process]:
+    """Join the island's ranks, and leave them whichever way the block ends.
+
+    Works without torchrun too, as an island of one rank.
+    """
+    _die_with_parent()
+    rank = int(os.environ.get("RANK", "0"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=_store(rank, timeout),
+        rank=rank,
+        world_size=world_size(),
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        yield Process(rank, world_size(), int(os.environ.get("LOCAL_RANK", "0")), device, timeout)
+    finally:
+        dist.destroy_process_group()
+
+
+def _store(rank: int, timeout: float) -> dist.Store:
+    """The ranks' meeting point. Each restart by torchrun gets names of its own: old ones make gloo connect to the dead."""
+    if "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size=world_size(),
+        is_master=rank == 0 and not hosted_by_agent,
+        timeout=timedelta(seconds=timeout),
+    )
+    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _die_with_parent() -> None:
+    """When torchrun is killed its workers would live on as orphans; on Linux the kernel can end them."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() == 1:
+            raise SystemExit("the process that started this rank is gone")

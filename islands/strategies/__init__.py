@@ -1,0 +1,1 @@
+"""Parallel strategies, one file each; ``islands/parallelize.py`` applies them in order."""
