@@ -1,0 +1,141 @@
+"""The ``diloco`` command. A command is one function, listed in ``COMMANDS``, that takes its arguments as text."""
+
+import argparse
+import difflib
+import sys
+import textwrap
+from pathlib import Path
+from typing import Callable, Sequence
+
+from diloco.exchange.base import JoinError
+from islands.config_file import ConfigError
+
+REFUSED = 2
+INTERRUPTED = 130
+
+OVERRIDE_HELP = "set one key of the configuration, such as train.steps=100; as many as you like"
+
+
+def launch_command(arguments: Sequence[str]) -> int:
+    """start all islands of a run on this machine and watch them"""
+    parser = _parser(
+        "launch",
+        "Start all islands of a run on this machine, each under torchrun, and watch them until all are done. Everything is "
+        "checked before the first process starts. Ctrl-C ends all of them. An earlier run in run.dir is moved aside.",
+        "examples:\n"
+        "  diloco launch configs/quickstart.yaml\n"
+        "  diloco launch configs/quickstart.yaml --islands 3 outer.sync_every=10 train.steps=100\n"
+        "  diloco launch configs/quickstart.yaml run.name=second run.device=cpu\n\n"
+        "GPUs are divided among the islands where there is one for every rank; otherwise all ranks compute on the CPU.\n"
+        "The run writes to run.dir (default runs/<run.name>): island-<i>/log.txt and metrics.jsonl, summary.json, report.png.\n\n"
+        "exit code: 0 all islands are done; 2 the configuration can't be used; 130 interrupted; otherwise that of the island\n"
+        "that failed, after the end of its log.",
+    )
+    _add_config(parser)
+    parser.add_argument("--islands", type=int, metavar="N", help="how many islands; the same as swarm.islands=N")
+    chosen = parser.parse_intermixed_args(arguments)
+    from diloco.launch import launch
+
+    return launch(chosen.config, chosen.overrides, chosen.islands)
+
+
+def report_command(arguments: Sequence[str]) -> int:
+    """summarize a run: summary.json, report.png, and a few lines here"""
+    parser = _parser(
+        "report",
+        "Read what the islands of a run recorded, write RUN_DIR/summary.json and RUN_DIR/report.png, and print the summary. "
+        "Works on runs that go on still, or ended early: what was not measured is null in summary.json.",
+        "example:\n  diloco report runs/quickstart",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, such as runs/quickstart")
+    chosen = parser.parse_args(arguments)
+    from diloco.report import print_summary, write_report
+
+    print_summary(chosen.run_dir, write_report(chosen.run_dir))
+    return 0
+
+
+def island_command(arguments: Sequence[str]) -> int:
+    """one island, on the ranks that torchrun started: what ``python -m diloco CONFIG`` runs"""
+    parser = argparse.ArgumentParser(prog="torchrun ... -m diloco", description="Run one island.")
+    _add_config(parser)
+    chosen = parser.parse_intermixed_args(arguments)
+    from diloco.config import RunConfig
+    from islands.config_file import load_config
+
+    config = load_config(RunConfig, chosen.config, chosen.overrides)
+    from diloco.island import run_island
+
+    run_island(config)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "launch": launch_command,
+    "report": report_command,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console script ``diloco``. Returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if arguments else REFUSED
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        print(f"diloco: {name!r} is not a command; {hint}", file=sys.stderr)
+        return REFUSED
+    return run_command(COMMANDS[name], rest)
+
+
+def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """Run ``command``; what it refuses becomes one message, printed once an island, and exit code 2."""
+    try:
+        return command(arguments)
+    except (ConfigError, JoinError) as error:
+        from islands.process import is_printing_rank
+
+        if is_printing_rank():
+            print(error, file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDE_HELP)
+
+
+def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"diloco {name}",
+        description=textwrap.fill(description, 100),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    commands = [f"  {name:<{width}}  {command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: diloco COMMAND ...",
+            "",
+            "Train language models on islands of GPUs that exchange what they learned only now and then.",
+            "",
+            "commands (each explains itself: diloco COMMAND --help):",
+            *commands,
+            "",
+            "one island by itself, as on a cluster; the first island prints the address that the others need:",
+            "  torchrun --nproc-per-node 2 -m diloco CONFIG 'swarm.initial_peers=[/ip4/10.0.0.1/tcp/31337/p2p/Qm...]'",
+            "",
+            "examples:",
+            "  diloco launch configs/quickstart.yaml",
+            "  diloco report runs/quickstart",
+        ]
+    )

@@ -1,0 +1,232 @@
+"""What a person sees while islands train: a table that lives in a terminal, or plain lines anywhere else."""
+
+import sys
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol, Self, Sequence
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco.run_files import Row
+
+State = Literal["starting", "joining", "training", "done", "failed", "stopped"]
+
+STATE_STYLES: dict[State, str] = {
+    "starting": "dim",
+    "joining": "yellow",
+    "training": "cyan",
+    "done": "green",
+    "failed": "bold red",
+    "stopped": "yellow",
+}
+
+PLAIN_PROGRESS_SECONDS = 10.0
+REFRESH_SECONDS = 0.25
+
+
+@dataclass
+class IslandProgress:
+    """How far one island is, as its rows tell."""
+
+    island: int
+    steps: int
+    state: State = "starting"
+    step: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    committed: int = 0
+    skipped: int = 0
+    left_out: int = 0
+    first_step: tuple[float, int] | None = None
+    last_step: tuple[float, int] | None = None
+
+    def apply(self, row: Row) -> str | None:
+        """Take in one row. Returns what is worth telling at once, such as a skipped round."""
+        kind = row["kind"]
+        if kind == "step":
+            return self._apply_step(row)
+        if kind == "round":
+            return self._apply_round(row)
+        if kind == "event":
+            return self._apply_event(row)
+        return None
+
+    def seconds_left(self) -> float | None:
+        """Estimated from the pace since the first step."""
+        if self.first_step is None or self.last_step is None or self.last_step[1] <= self.first_step[1]:
+            return None
+        seconds, steps = (last - first for last, first in zip(self.last_step, self.first_step))
+        return seconds / steps * max(self.steps - self.step, 0)
+
+    def _apply_step(self, row: Row) -> None:
+        self.state = "training"
+        self.step = row.get("step", self.step)
+        self.loss = row.get("loss", self.loss)
+        self.tokens_per_second = row.get("tokens_per_second", self.tokens_per_second)
+        self.last_step = (row.get("time", time.time()), self.step)
+        self.first_step = self.first_step or self.last_step
+
+    def _apply_round(self, row: Row) -> str | None:
+        outcome = row.get("outcome")
+        if outcome == "committed":
+            self.committed += 1
+            return None
+        if outcome == "left_out":
+            self.left_out += 1
+        else:
+            self.skipped += 1
+        told = str(outcome).replace("_", " ")
+        return f"round {row.get('round')} {told} at step {row.get('step')}: {row.get('reason') or 'no reason given'}"
+
+    def _apply_event(self, row: Row) -> str | None:
+        what = row.get("what")
+        if what == "start":
+            self.state = "joining"
+            return None
+        if what == "end":
+            self.state = "done"
+            return None
+        detail = row.get("detail")
+        return f"{what}: {detail}" if detail else str(what)
+
+
+class View(Protocol):
+    """Where the launcher shows things. A context manager; ``refresh`` may be called as often as one likes."""
+
+    def line(self, island: int, text: str) -> None:
+        """One line that an island printed."""
+
+    def notice(self, island: int, text: str) -> None:
+        """Something that happened to an island and is worth telling at once."""
+
+    def refresh(self, islands: Sequence[IslandProgress], force: bool = False) -> None:
+        """Show how far the islands are, if it is time to (or ``force``)."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+def make_view(title: str) -> View:
+    """The view that suits standard output."""
+    console = Console()
+    return TerminalView(title, console) if console.is_terminal and not console.is_dumb_terminal else PlainView()
+
+
+class PlainView:
+    """Lines with the island's name before each, and now and then one line of progress for each island."""
+
+    def __init__(self) -> None:
+        self._shown_at = time.monotonic()
+        self._shown_steps: dict[int, tuple[int, State]] = {}
+
+    def line(self, island: int, text: str) -> None:
+        """See :class:`View`."""
+        print(f"island {island} | {text}")
+
+    def notice(self, island: int, text: str) -> None:
+        """See :class:`View`."""
+        self.line(island, text)
+
+    def refresh(self, islands: Sequence[IslandProgress], force: bool = False) -> None:
+        """See :class:`View`."""
+        if force or time.monotonic() - self._shown_at >= PLAIN_PROGRESS_SECONDS:
+            self._shown_at = time.monotonic()
+            for progress in islands:
+                if self._shown_steps.get(progress.island) != (progress.step, progress.state):
+                    self._shown_steps[progress.island] = (progress.step, progress.state)
+                    self.line(progress.island, progress_line(progress))
+        sys.stdout.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.stdout.flush()
+
+
+def progress_line(progress: IslandProgress) -> str:
+    """One island in one line."""
+    parts = [f"{progress.state} {progress.step}/{progress.steps}"]
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.3f}")
+    if progress.tokens_per_second is not None:
+        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    parts.append(_rounds(progress))
+    if progress.state == "training" and (left := progress.seconds_left()) is not None:
+        parts.append(f"{_clock(left)} left")
+    return " · ".join(parts)
+
+
+class TerminalView:
+    """A table of all islands that is redrawn in place; what happens scrolls by above it."""
+
+    def __init__(self, title: str, console: Console) -> None:
+        self._title = title
+        self._console = console
+        self._started = self._shown_at = time.monotonic()
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+
+    def line(self, island: int, text: str) -> None:
+        """Kept in log.txt only: the table shows what matters, and lines would scroll what happened out of sight."""
+
+    def notice(self, island: int, text: str) -> None:
+        """See :class:`View`."""
+        self._console.print(Text(f"island {island} | ", style="bold yellow") + Text(text))
+
+    def refresh(self, islands: Sequence[IslandProgress], force: bool = False) -> None:
+        """See :class:`View`."""
+        if force or time.monotonic() - self._shown_at >= REFRESH_SECONDS:
+            self._shown_at = time.monotonic()
+            self._live.update(self._render(islands), refresh=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def _render(self, islands: Sequence[IslandProgress]) -> Group:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("island", style="bold")
+        table.add_column("state")
+        table.add_column("step", justify="right", min_width=9)
+        table.add_column("", width=24)
+        for name, width in (("loss", 7), ("tokens/s", 8), ("rounds", 10)):
+            table.add_column(name, justify="right", min_width=width)
+        for progress in islands:
+            speed = progress.tokens_per_second
+            table.add_row(
+                str(progress.island),
+                Text(progress.state, style=STATE_STYLES[progress.state]),
+                f"{progress.step}/{progress.steps}",
+                ProgressBar(total=progress.steps, completed=progress.step, width=24),
+                "–" if progress.loss is None else f"{progress.loss:.3f}",
+                "–" if speed is None else f"{speed:,.0f}",
+                _rounds(progress),
+            )
+        return Group(self._headline(islands), table)
+
+    def _headline(self, islands: Sequence[IslandProgress]) -> Text:
+        headline = Text.assemble((self._title, "bold"), f" · {_clock(time.monotonic() - self._started)} elapsed")
+        left = [seconds for progress in islands if (seconds := progress.seconds_left()) is not None]
+        return headline.append(f" · about {_clock(max(left))} left") if left else headline
+
+
+def _rounds(progress: IslandProgress) -> str:
+    rounds = f"{progress.committed} round{'' if progress.committed == 1 else 's'}"
+    missed = [f"{count} {name}" for count, name in ((progress.skipped, "skipped"), (progress.left_out, "left out")) if count]
+    return f"{rounds} ({', '.join(missed)})" if missed else rounds
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,115 @@
+"""The files of a run: where they lie, and how rows are read while they are being written."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from islands.config_file import ConfigError
+
+Row = dict[str, Any]
+
+
+def island_dir(run_dir: Path, island: int) -> Path:
+    """The folder of one island."""
+    return run_dir / f"island-{island}"
+
+
+def island_dirs(run_dir: Path) -> dict[int, Path]:
+    """The folders of all islands that the run has, by number."""
+    found = {}
+    for path in run_dir.glob("island-*"):
+        number = path.name.removeprefix("island-")
+        if path.is_dir() and number.isdecimal():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def metrics_file(run_dir: Path, island: int) -> Path:
+    """One island's rows."""
+    return island_dir(run_dir, island) / "metrics.jsonl"
+
+
+def log_file(run_dir: Path, island: int) -> Path:
+    """All that one island printed, where the launcher started it."""
+    return island_dir(run_dir, island) / "log.txt"
+
+
+class LineTail:
+    """Reads the lines that a file has gained. A line without its end yet is left for later; a missing file has none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[str]:
+        """The complete lines since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                gained = file.read()
+        except FileNotFoundError:
+            return []
+        complete = gained[: gained.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete.decode(errors="replace").splitlines()
+
+
+class RowTail:
+    """Reads the rows that a ``metrics.jsonl`` has gained."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineTail(path)
+
+    def read(self) -> list[Row]:
+        """The complete rows since the last call. A torn line in the middle, left by a crash and a restart, is no row."""
+        rows = []
+        for line in self._lines.read():
+            with contextlib.suppress(json.JSONDecodeError):
+                row = json.loads(line)
+                if isinstance(row, dict) and "kind" in row:
+                    rows.append(row)
+        return rows
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All complete rows of a ``metrics.jsonl``; none if there is no such file."""
+    return RowTail(path).read()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` whole: a reader sees the old content or the new, whenever it looks."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    staged.write_bytes(content)
+    os.replace(staged, path)
+
+
+def make_run_dir(run_dir: Path) -> Path | None:
+    """Make an empty ``run_dir``. An earlier run that lies there is moved aside.
+
+    Returns:
+        Where the earlier run lies now, or None if there was none.
+
+    Raises:
+        ConfigError: what lies there is not a run, or can't be moved.
+    """
+    moved = None
+    try:
+        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            moved = _move_aside(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir}: {error.strerror}. Choose a folder that can be written, with run.dir=...") from None
+    return moved
+
+
+def _move_aside(run_dir: Path) -> Path:
+    if not run_dir.is_dir() or not (island_dirs(run_dir) or (run_dir / "config.resolved.yaml").exists()):
+        raise ConfigError(f"run.dir={run_dir} exists and holds no run, so it stays as it is. Choose another folder")
+    source = run_dir.resolve()
+    number = 1
+    while (aside := source.with_name(f"{source.name}.{number}")).exists():
+        number += 1
+    source.rename(aside)
+    return run_dir.with_name(aside.name)
