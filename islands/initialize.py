@@ -27,6 +27,7 @@ def initialize(model: nn.Module, device: torch.device, dtype: torch.dtype, seed:
     no mesh, device or order of modules changes a bit.
     """
     model.to_empty(device=device)
+    model.tie_weights()  # to_empty gives every module a tensor of its own
     model.init_buffers(device, dtype)
     for name, parameter in named_parameters(model).items():
         generator = torch.Generator().manual_seed(_seed_of(name, seed))
