@@ -96,9 +96,9 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
     try:
         return command(arguments)
     except (ConfigError, JoinError) as error:
-        from islands.process import is_printing_rank
+        from islands.process import is_first_rank
 
-        if is_printing_rank():
+        if is_first_rank():
             print(error, file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:

@@ -26,6 +26,9 @@ STATE_STYLES: dict[State, str] = {
     "stopped": "yellow",
 }
 
+#: What the table need not tell in words, and the state in which it leaves an island. The launcher knows all addresses.
+QUIET_EVENTS: dict[str, State | None] = {"start": "joining", "address": None, "end": "done"}
+
 PLAIN_PROGRESS_SECONDS = 10.0
 REFRESH_SECONDS = 0.25
 
@@ -86,11 +89,8 @@ class IslandProgress:
 
     def _apply_event(self, row: Row) -> str | None:
         what = row.get("what")
-        if what == "start":
-            self.state = "joining"
-            return None
-        if what == "end":
-            self.state = "done"
+        if what in QUIET_EVENTS:
+            self.state = QUIET_EVENTS[what] or self.state
             return None
         detail = row.get("detail")
         return f"{what}: {detail}" if detail else str(what)
@@ -131,8 +131,7 @@ class PlainView:
         print(f"island {island} | {text}")
 
     def notice(self, island: int, text: str) -> None:
-        """See :class:`View`."""
-        self.line(island, text)
+        """The island printed it too."""
 
     def refresh(self, islands: Sequence[IslandProgress], force: bool = False) -> None:
         """See :class:`View`."""
@@ -158,7 +157,7 @@ def progress_line(progress: IslandProgress) -> str:
         parts.append(f"loss {progress.loss:.3f}")
     if progress.tokens_per_second is not None:
         parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-    parts.append(_rounds(progress))
+    parts.append(f"rounds {_rounds(progress)}")
     if progress.state == "training" and (left := progress.seconds_left()) is not None:
         parts.append(f"{_clock(left)} left")
     return " · ".join(parts)
@@ -199,7 +198,7 @@ class TerminalView:
         table.add_column("state")
         table.add_column("step", justify="right", min_width=9)
         table.add_column("", width=24)
-        for name, width in (("loss", 7), ("tokens/s", 8), ("rounds", 10)):
+        for name, width in (("loss", 7), ("tokens/s", 8), ("rounds", 6)):
             table.add_column(name, justify="right", min_width=width)
         for progress in islands:
             speed = progress.tokens_per_second
@@ -221,9 +220,8 @@ class TerminalView:
 
 
 def _rounds(progress: IslandProgress) -> str:
-    rounds = f"{progress.committed} round{'' if progress.committed == 1 else 's'}"
     missed = [f"{count} {name}" for count, name in ((progress.skipped, "skipped"), (progress.left_out, "left out")) if count]
-    return f"{rounds} ({', '.join(missed)})" if missed else rounds
+    return f"{progress.committed} ({', '.join(missed)})" if missed else f"{progress.committed}"
 
 
 def _clock(seconds: float) -> str:

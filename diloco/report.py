@@ -2,25 +2,28 @@
 
 import io
 import json
+import math
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 from rich.console import Console
 from rich.table import Table
 
 from diloco.run_files import Row, island_dirs, read_rows, write_atomically
 from islands.config_file import ConfigError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 Summary = dict[str, Any]
 
 GRADIENT_BYTES = 4  # data-parallel training is taken to reduce fp32 gradients
-SMOOTHING = 0.9  # share of the past in the smoothed loss
+SMOOTHING_WINDOW = 1 / 40  # share of the steps that the smoothed loss averages on either side
 ISLANDS_IN_LEGEND = 10
 
 
@@ -99,16 +102,17 @@ def summarize(run_dir: Path) -> Summary:
     }
 
 
-def write_report(run_dir: Path) -> Summary:
+def write_report(run_dir: str | Path) -> Summary:
     """Write ``summary.json`` and ``report.png`` into ``run_dir``. Returns the summary.
 
     Raises:
         ConfigError: there is no run in ``run_dir``.
     """
+    run_dir = Path(run_dir)
     summary = summarize(run_dir)
     write_atomically(run_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
     picture = io.BytesIO()
-    _draw(run_dir.resolve().name, read_run(run_dir)).savefig(picture, format="png", dpi=150)
+    _draw(_headline(run_dir.resolve().name, summary), read_run(run_dir)).savefig(picture, format="png", dpi=150)
     write_atomically(run_dir / "report.png", picture.getvalue())
     return summary
 
@@ -122,7 +126,8 @@ def _record(island: int, rows: list[Row]) -> IslandRecord:
 
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    mean = fmean(known) if known else None
+    return mean if mean is not None and math.isfinite(mean) else None  # a loss that is not a number is no figure
 
 
 def _mean_where_furthest(rows_of_islands: list[list[Row]]) -> float | None:
@@ -201,7 +206,7 @@ def _summary_lines(run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
     agree = {True: "[green]equal on all islands after every round[/]", None: "none were exchanged"}
     speed = f" ({summary['tokens'] / summary['wall_seconds']:,.0f} tokens/s)" if summary["wall_seconds"] else ""
     return [
-        ("eval loss", f"{_loss(summary['eval_loss_start'])} -> {_loss(summary['eval_loss'])} nats per token"),
+        ("eval loss", f"{_loss(summary['eval_loss_start'])} → {_loss(summary['eval_loss'])} nats per token"),
         ("trained", f"{summary['tokens']:,} tokens on {summary['islands']} islands in {_seconds(summary['wall_seconds'])}{speed}"),
         ("computing", "unknown" if utilization is None else f"{utilization:.1%} of the time, the rest waiting for the exchange"),
         ("sent", traffic),
@@ -232,18 +237,22 @@ def _bytes(number: int | None) -> str:
     return f"{number} bytes"
 
 
-def _draw(name: str, records: list[IslandRecord]) -> Figure:
+def _draw(headline: str, records: list[IslandRecord]) -> "Figure":
     """Loss over tokens with the rounds, and below it how fast each island was."""
+    from matplotlib.figure import Figure  # takes a second to import, and every rank of an island imports this file
+    from matplotlib.ticker import EngFormatter
+
     figure = Figure(figsize=(9, 6), layout="constrained")
     losses, speeds = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for record in records:
         color = f"C{record.island % 10}"
         _draw_losses(losses, record, color, f"island {record.island}" if len(records) <= ISLANDS_IN_LEGEND else None)
-        _draw_evals(losses, record, color)
         speeds.plot(*_over_tokens(record, record.steps, "tokens_per_second"), color=color, linewidth=0.8)
+    for record in records:
+        _draw_evals(losses, record, f"C{record.island % 10}")
     if timeline := next((record for record in records if record.rounds), None):
         _draw_rounds((losses, speeds), timeline)
-    figure.suptitle(name, x=0.01, ha="left", fontweight="bold")
+    losses.set_title(headline, loc="left", fontweight="bold", fontsize="medium")
     losses.set_ylabel("loss (nats per token)")
     speeds.set_ylabel("tokens/s")
     speeds.set_xlabel("tokens trained on by each island")
@@ -255,30 +264,44 @@ def _draw(name: str, records: list[IslandRecord]) -> Figure:
         panel.grid(axis="y", alpha=0.25)
         panel.margins(x=0.01)
     if handles := losses.get_legend_handles_labels()[0]:
-        losses.legend(handles=handles, frameon=False, loc="upper right")
+        losses.legend(handles=handles, framealpha=1.0, edgecolor="none", loc="upper right")
     return figure
 
 
+def _headline(name: str, summary: Summary) -> str:
+    islands = summary["islands"]
+    parts = [name, f"{islands} island{'' if islands == 1 else 's'}"]
+    if summary["eval_loss"] is not None:
+        parts.append(f"held-out loss {_loss(summary['eval_loss_start'])} → {_loss(summary['eval_loss'])}")
+    if summary["rounds_committed"]:
+        parts.append(f"{summary['rounds_committed']} rounds")
+    return " · ".join(parts)
+
+
 def _over_tokens(record: IslandRecord, rows: list[Row], key: str) -> tuple[list[int], list[float]]:
-    """``key`` of each row that has it, over the tokens that the island had trained on by then."""
+    """``key`` of each row that has a finite one, over the tokens that the island had trained on by then."""
     tokens, total = {0: 0}, 0
     for row in record.steps:
         total += row.get("tokens", 0)
         tokens[row["step"]] = total
-    known = [row for row in rows if row.get(key) is not None and row.get("step") in tokens]
+    known = [row for row in rows if row.get("step") in tokens and math.isfinite(row.get(key, math.nan))]
     return [tokens[row["step"]] for row in known], [row[key] for row in known]
 
 
-def _draw_losses(panel: Axes, record: IslandRecord, color: str, label: str | None) -> None:
+def _draw_losses(panel: "Axes", record: IslandRecord, color: str, label: str | None) -> None:
     positions, losses = _over_tokens(record, record.steps, "loss")
-    smooth: list[float] = []
-    for loss in losses:
-        smooth.append(SMOOTHING * smooth[-1] + (1 - SMOOTHING) * loss if smooth else loss)
     panel.plot(positions, losses, color=color, linewidth=0.6, alpha=0.3)
-    panel.plot(positions, smooth, color=color, linewidth=1.6, label=label)
+    panel.plot(positions, _smooth(losses), color=color, linewidth=1.6, label=label)
 
 
-def _draw_evals(panel: Axes, record: IslandRecord, color: str) -> None:
+def _smooth(values: list[float]) -> list[float]:
+    """Means of a window around each value: unlike a running mean, it does not lag behind a falling curve."""
+    sums, most = list(accumulate(values, initial=0.0)), round(len(values) * SMOOTHING_WINDOW)
+    reaches = [min(most, i, len(values) - 1 - i) for i in range(len(values))]  # equal on both sides, up to the ends
+    return [(sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1) for i, reach in enumerate(reaches)]
+
+
+def _draw_evals(panel: "Axes", record: IslandRecord, color: str) -> None:
     """Held-out text: hollow while the island is on its own, filled at the start and the end, where the anchor is measured."""
     last_step = record.steps[-1]["step"] if record.steps else 0
     for of_anchor, style in ((True, {"marker": "D", "markerfacecolor": color}), (False, {"marker": "o", "markerfacecolor": "w"})):
@@ -288,8 +311,8 @@ def _draw_evals(panel: Axes, record: IslandRecord, color: str) -> None:
         panel.plot(*_over_tokens(record, rows, "loss"), label=label, **style)
 
 
-def _draw_rounds(panels: tuple[Axes, Axes], record: IslandRecord) -> None:
-    committed = {"color": "0.6", "linewidth": 0.7, "linestyle": "-"}
+def _draw_rounds(panels: tuple["Axes", "Axes"], record: IslandRecord) -> None:
+    committed = {"color": "0.8", "linewidth": 0.8, "linestyle": "-"}
     missed = {"color": "crimson", "linewidth": 1.2, "linestyle": ":"}
     for name, style, outcomes in (
         ("round committed", committed, ("committed",)),
@@ -297,5 +320,5 @@ def _draw_rounds(panels: tuple[Axes, Axes], record: IslandRecord) -> None:
     ):
         rows = [row for row in record.rounds if row.get("outcome") in outcomes]
         for panel in panels:
-            for number, position in enumerate(_over_tokens(record, rows, "outcome")[0]):
+            for number, position in enumerate(_over_tokens(record, rows, "step")[0]):
                 panel.axvline(position, zorder=0, label=None if number else name, **style)
