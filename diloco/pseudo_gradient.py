@@ -27,7 +27,8 @@ def pseudo_gradient(anchor: Tensor, local: Tensor, out: Tensor) -> Health:
     for start in range(0, anchor.numel(), BLOCK):
         piece = slice(start, start + BLOCK)
         torch.sub(anchor[piece], local[piece], out=out[piece])
-        total += float(out[piece].double().square_().sum())
+        wide = out[piece].double()
+        total += float(wide @ wide)
     return Health(norm=total**0.5, finite=total < float("inf"))  # a NaN or an infinity makes the sum so
 
 

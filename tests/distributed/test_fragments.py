@@ -1,0 +1,76 @@
+"""Fragments leave the model whole and come back to the bit."""
+
+import pytest
+import torch
+from rank_pool import RankPool
+from small import plain_model, small_config, small_corpus, whole_parameters
+from torch import Tensor
+
+import islands.fragments
+from islands.fragments import Fragment, ParameterMover, schema_of
+from islands.initialize import named_parameters
+from islands.island import build_island, meta_model
+from islands.process import Process
+
+
+def halves() -> list[Fragment]:
+    """Every other parameter, so that neither fragment is a run of the model."""
+    schema = schema_of(meta_model(small_config()))
+    return [Fragment("even", schema[::2]), Fragment("odd", schema[1::2])]
+
+
+def flat(parameters: dict[str, Tensor], fragment: Fragment) -> Tensor:
+    return torch.cat([parameters[spec.name].reshape(-1) for spec in fragment.parameters])
+
+
+def move(process: Process, owner: int, bucket_bytes: int) -> dict[str, object]:
+    """Gather both fragments, wreck the model, scatter them back; then add a second time through ``apply``."""
+    islands.fragments.BUCKET_BYTES = bucket_bytes
+    island = build_island(small_config(), process, small_corpus())
+    fragments, mine = halves(), process.rank == owner
+    mover = ParameterMover(island.model, fragments)
+    vectors = [torch.zeros(f.numel, dtype=torch.float64) if mine else None for f in fragments]
+    for index, vector in enumerate(vectors):
+        mover.gather(index, owner, vector)
+    before = whole_parameters(island)
+    with torch.no_grad():
+        for parameter in island.model.parameters():
+            parameter.zero_()
+    for index, vector in enumerate(vectors):
+        mover.scatter(index, owner, vector)
+    restored = whole_parameters(island)
+    for index, vector in enumerate(vectors):
+        mover.scatter(index, owner, vector, apply=Tensor.add_)
+    return dict(vectors=vectors, before=before, restored=restored, doubled=whole_parameters(island))
+
+
+@pytest.mark.parametrize("world_size, owner, bucket_bytes", [(1, 0, 64 << 20), (2, 1, 64 << 20), (4, 0, 5000)])
+def test_gather_then_scatter_is_bit_identical(ranks: RankPool, world_size: int, owner: int, bucket_bytes: int) -> None:
+    initial = {name: p.detach() for name, p in named_parameters(plain_model(small_config())).items()}
+    results = ranks.run(move, world_size, owner, bucket_bytes)
+    for index, fragment in enumerate(halves()):
+        assert torch.equal(results[owner]["vectors"][index], flat(initial, fragment))
+    for result in results:
+        for name, parameter in initial.items():
+            assert torch.equal(result["before"][name], parameter)
+            assert torch.equal(result["restored"][name], parameter)
+            assert torch.equal(result["doubled"][name], 2 * parameter)
+
+
+def test_every_parameter_belongs_to_one_fragment() -> None:
+    model = meta_model(small_config())
+    (whole,) = islands.fragments.whole_model(schema_of(model))
+    assert [spec.name for spec in whole.parameters] == list(named_parameters(model))
+    assert whole.numel == sum(parameter.numel() for parameter in model.parameters())
+    model.norm.weight.requires_grad_(False)  # a frozen parameter is left out, and shifts no other
+    assert "norm.weight" not in [spec.name for spec in schema_of(model)]
+
+
+def unknown_placement(process: Process) -> None:
+    island = build_island(small_config(), process, small_corpus())
+    ParameterMover(island.model, [Fragment("all", (islands.fragments.ParameterSpec("norm.weight", (33,)),))])
+
+
+def test_a_schema_that_does_not_fit_the_model_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match="the ranks hold 32 of the 33 elements of norm.weight"):
+        ranks.run(unknown_placement, 2)
