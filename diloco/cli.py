@@ -20,16 +20,17 @@ def launch_command(arguments: Sequence[str]) -> int:
     """start all islands of a run on this machine and watch them"""
     parser = _parser(
         "launch",
-        "Start all islands of a run on this machine, each under torchrun, and watch them until all are done. Everything is "
-        "checked before the first process starts. Ctrl-C ends all of them. An earlier run in run.dir is moved aside.",
+        "Start all islands of a run on this machine, each under torchrun, and watch them until all are done. "
+        "Everything is checked before the first process starts. Ctrl-C ends all of them. An earlier run in run.dir is "
+        "moved aside.",
         "examples:\n"
         "  diloco launch configs/quickstart.yaml\n"
         "  diloco launch configs/quickstart.yaml --islands 3 outer.sync_every=10 train.steps=100\n"
         "  diloco launch configs/quickstart.yaml run.name=second run.device=cpu\n\n"
-        "GPUs are divided among the islands where there is one for every rank; otherwise all ranks compute on the CPU.\n"
-        "The run writes to run.dir (default runs/<run.name>): island-<i>/log.txt and metrics.jsonl, summary.json, report.png.\n\n"
-        "exit code: 0 all islands are done; 2 the configuration can't be used; 130 interrupted; otherwise that of the island\n"
-        "that failed, after the end of its log.",
+        "GPUs are divided among the islands if there is one for every rank; else all compute on the CPU.\n"
+        "The run writes to run.dir (default runs/<run.name>): summary.json, report.png, island-<i>/log.txt, ...\n\n"
+        "exit code: 0 all islands are done; 2 the configuration can't be used; 130 interrupted; otherwise that of the\n"
+        "island that failed, after the end of its log.",
     )
     _add_config(parser)
     parser.add_argument("--islands", type=int, metavar="N", help="how many islands; the same as swarm.islands=N")
@@ -43,8 +44,8 @@ def report_command(arguments: Sequence[str]) -> int:
     """summarize a run: summary.json, report.png, and a few lines here"""
     parser = _parser(
         "report",
-        "Read what the islands of a run recorded, write RUN_DIR/summary.json and RUN_DIR/report.png, and print the summary. "
-        "Works on runs that go on still, or ended early: what was not measured is null in summary.json.",
+        "Read what the islands of a run recorded, write RUN_DIR/summary.json and RUN_DIR/report.png, and print the "
+        "summary. Works on runs that go on still, or ended early: what was not measured is null in summary.json.",
         "example:\n  diloco report runs/quickstart",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, such as runs/quickstart")

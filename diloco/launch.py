@@ -28,8 +28,8 @@ LOG_LINES_AFTER_FAILURE = 20
 
 INTERRUPTED = 130
 
-#: Marks every process of a launch, whoever its parent is by now: torchrun's workers and the exchange's daemons each have
-#: a session of their own, so neither a process group nor the tree of parents leads to all of them.
+#: Marks every process of a launch, whoever its parent is by now: torchrun's workers and the exchange's daemons have
+#: sessions of their own, so neither a process group nor the tree of parents leads to all of them.
 LAUNCH_MARK = "DILOCO_LAUNCH_ID"
 
 #: Runs the rest of its arguments as a process that is told to end when its parent, the launcher, is gone (SIGKILL too).
@@ -155,8 +155,8 @@ def make_plan(config_file: Path, overrides: Sequence[str], islands: int | None =
     if len(gpus) < needed:
         if config.run.device == "cuda":
             raise ConfigError(
-                f"run.device=cuda needs a GPU for each of {config.swarm.islands} islands x {ranks} ranks = {needed} ranks, "
-                f"and this machine has {len(gpus)}. Start fewer, or set run.device=auto to train on the CPU"
+                f"run.device=cuda needs a GPU for each of {config.swarm.islands} islands x {ranks} ranks = {needed} "
+                f"ranks, and this machine has {len(gpus)}. Start fewer, or set run.device=auto to train on the CPU"
             )
         gpus = ()
     return LaunchPlan(config, config_file, tuple(asked), ranks, gpus[:needed])
@@ -167,8 +167,8 @@ def _refuse_keys_set_by_launch(swarm: SwarmSection) -> None:
         value = getattr(swarm, key)
         if value != SwarmSection.model_fields[key].default:
             raise ConfigError(
-                f"swarm.{key}={value!r}: 'diloco launch' starts all islands of a run, the first one too, and sets this key for "
-                "each of them. Remove it, or start one island alone: torchrun ... -m diloco CONFIG"
+                f"swarm.{key}={value!r}: 'diloco launch' starts all islands of a run, the first one too, and sets this "
+                "key for each of them. Remove it, or start one island alone: torchrun ... -m diloco CONFIG"
             )
 
 
@@ -198,8 +198,8 @@ def _founder_port(swarm: SwarmSection) -> int:
             probe.bind((str(address), port))
         except OSError as error:
             raise ConfigError(
-                f"swarm.listen={swarm.listen} can't be listened on: {error.strerror}. End the program that has the port, "
-                f"choose another one, or give port 0 for any that is free: swarm.listen={swarm.listen.rpartition(':')[0]}:0"
+                f"swarm.listen={swarm.listen} can't be listened on: {error.strerror}. End the program that has the "
+                f"port, choose another one, or give port 0 for any that is free"
             ) from None
         return probe.getsockname()[1]
 
@@ -231,7 +231,7 @@ def make_identity(path: Path) -> str:
 
 
 def _rsa_key_message(der: bytes) -> bytes:
-    """The protobuf message {1: RSA (0), 2: der}; a DER-encoded 2048-bit key is 128 to 16383 bytes, a two-byte varint."""
+    """The protobuf message {1: RSA (0), 2: der}. A 2048-bit key has 128 to 16383 bytes: its length takes two."""
     return b"\x08\x00\x12" + bytes([len(der) & 0x7F | 0x80, len(der) >> 7]) + der
 
 
@@ -253,16 +253,10 @@ def _start_islands(plan: LaunchPlan, founder_port: int, mark: str, command: Isla
         if not plan.gpus:
             own["run.device"] = "cpu"
         overrides = [*plan.overrides, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
-        process = _start_process(
-            command(plan.ranks, plan.config_file, overrides), log_file(run_dir, number), _environment(plan, number, mark)
-        )
-        yield _Island(
-            number,
-            process,
-            IslandProgress(number, plan.config.train.steps),
-            LineTail(log_file(run_dir, number)),
-            RowTail(metrics_file(run_dir, number)),
-        )
+        argv, log = command(plan.ranks, plan.config_file, overrides), log_file(run_dir, number)
+        process = _start_process(argv, log, _environment(plan, number, mark))
+        progress = IslandProgress(number, plan.config.train.steps)
+        yield _Island(number, process, progress, LineTail(log), RowTail(metrics_file(run_dir, number)))
 
 
 def _environment(plan: LaunchPlan, number: int, mark: str) -> dict[str, str]:
@@ -278,7 +272,12 @@ def _start_process(command: list[str], log: Path, environment: dict[str, str]) -
         command = [sys.executable, "-S", "-c", _TIED_TO_PARENT, str(os.getpid()), *command]
     with log.open("wb") as output:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
 
 
@@ -320,7 +319,7 @@ def _watch(islands: list[_Island], view: View, stop: _Stop) -> _Ending:
 
 
 def _end_all(islands: list[_Island], mark: str, stop: _Stop) -> None:
-    """End every process of this launch: ask, wait, kill. Returns at once if none is left; a second Ctrl-C cuts the wait."""
+    """End every process of this launch: ask, wait, kill. At once if none is left; another Ctrl-C cuts the wait."""
     for island in islands:
         if island.process.poll() is None:
             _signal_group(island.process.pid, signal.SIGTERM)
@@ -362,7 +361,7 @@ def _show_last(islands: list[_Island], ending: _Ending, view: View) -> None:
 
 def _tell_ending(plan: LaunchPlan, ending: _Ending) -> int:
     if ending.kind == "interrupted":
-        print(f"Interrupted; all islands are ended. See what there is with: diloco report {plan.run_dir}", file=sys.stderr)
+        print(f"Interrupted: all islands are ended. What there is: diloco report {plan.run_dir}", file=sys.stderr)
         return INTERRUPTED
     if ending.failed is None:
         print_summary(plan.run_dir, write_report(plan.run_dir))

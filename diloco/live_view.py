@@ -3,7 +3,6 @@
 import sys
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, Protocol, Self, Sequence
 
 from rich import box
@@ -110,7 +109,7 @@ class View(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 
 def make_view(title: str) -> View:
@@ -220,8 +219,9 @@ class TerminalView:
 
 
 def _rounds(progress: IslandProgress) -> str:
-    missed = [f"{count} {name}" for count, name in ((progress.skipped, "skipped"), (progress.left_out, "left out")) if count]
-    return f"{progress.committed} ({', '.join(missed)})" if missed else f"{progress.committed}"
+    counts = {"skipped": progress.skipped, "left out": progress.left_out}
+    missed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return f"{progress.committed} ({missed})" if missed else f"{progress.committed}"
 
 
 def _clock(seconds: float) -> str:

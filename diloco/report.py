@@ -75,7 +75,7 @@ def read_run(run_dir: Path) -> list[IslandRecord]:
         raise ConfigError(f"RUN_DIR={run_dir}: no such folder. Give the run.dir of a run, such as runs/quickstart")
     found = island_dirs(run_dir)
     if not found:
-        raise ConfigError(f"RUN_DIR={run_dir} holds no island-<i>/metrics.jsonl. Give the run.dir of a run, such as runs/quickstart")
+        raise ConfigError(f"RUN_DIR={run_dir} holds no folder island-<i>. Give the run.dir of a run")
     return [_record(island, read_rows(path / "metrics.jsonl")) for island, path in found.items()]
 
 
@@ -94,7 +94,7 @@ def summarize(run_dir: Path) -> Summary:
         "compute_utilization": _mean([_compute_utilization(record) for record in records]),
         "bytes_sent": sum(record.bytes_sent for record in records) if measured else None,
         "data_parallel_bytes": _data_parallel_bytes(records, parameters),
-        "bits_per_parameter_per_round": _mean([_bits_per_parameter_per_round(record, parameters) for record in records]),
+        "bits_per_parameter_per_round": _mean([_bits_per_parameter(record, parameters) for record in records]),
         "rounds_committed": max(record.count("committed") for record in records) if measured else None,
         "rounds_skipped": max(record.count("skipped") for record in records) if measured else None,
         "digests_agree": _digests_agree(records),
@@ -158,7 +158,7 @@ def _data_parallel_bytes(records: list[IslandRecord], parameters: int | None) ->
     return steps * 2 * (num_islands - 1) * GRADIENT_BYTES * parameters // num_islands
 
 
-def _bits_per_parameter_per_round(record: IslandRecord, parameters: int | None) -> float | None:
+def _bits_per_parameter(record: IslandRecord, parameters: int | None) -> float | None:
     """Of one island, over committed rounds of the whole model: one round of each fragment."""
     fragments = {row.get("fragment") for row in record.rounds}
     if not parameters or not record.count("committed"):
@@ -180,7 +180,7 @@ def print_summary(run_dir: Path, summary: Summary, console: Console | None = Non
     console = console or Console()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")
     for name, told in _summary_lines(run_dir, summary):
         table.add_row(name, told)
     console.print()
@@ -197,8 +197,8 @@ def _summary_lines(run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
     traffic = _bytes(sent)
     if sent and data_parallel:
         traffic += (
-            f", {data_parallel / sent:.1f}x less than data-parallel training of the same steps: {_bytes(data_parallel)} "
-            "(ring all-reduce of fp32 gradients)"
+            f", {data_parallel / sent:.1f}x less than data-parallel training of the same steps: "
+            f"{_bytes(data_parallel)} (ring all-reduce of fp32 gradients)"
         )
     rounds = f"{_count(summary['rounds_committed'])} committed, {_count(summary['rounds_skipped'])} skipped"
     if bits is not None:
@@ -207,13 +207,17 @@ def _summary_lines(run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
     speed = f" ({summary['tokens'] / summary['wall_seconds']:,.0f} tokens/s)" if summary["wall_seconds"] else ""
     return [
         ("eval loss", f"{_loss(summary['eval_loss_start'])} → {_loss(summary['eval_loss'])} nats per token"),
-        ("trained", f"{summary['tokens']:,} tokens on {summary['islands']} islands in {_seconds(summary['wall_seconds'])}{speed}"),
-        ("computing", "unknown" if utilization is None else f"{utilization:.1%} of the time, the rest waiting for the exchange"),
+        ("trained", f"{summary['tokens']:,} tokens in {_seconds(summary['wall_seconds'])}{speed}, {_islands(summary)}"),
+        ("computing", "unknown" if utilization is None else f"{utilization:.1%} of the time, else awaiting the exchange"),
         ("sent", traffic),
         ("rounds", rounds),
-        ("digests", agree.get(summary["digests_agree"], "[bold white on red] DIFFERENT: the islands no longer agree [/]")),
-        ("files", f"{run_dir / 'summary.json'}, {run_dir / 'report.png'}"),
+        ("digests", agree.get(summary["digests_agree"], "[bold white on red] DIFFERENT: the islands do not agree [/]")),
+        ("files", f"summary.json, report.png and a folder for each island in {run_dir}"),
     ]
+
+
+def _islands(summary: Summary) -> str:
+    return f"{summary['islands']} island{'' if summary['islands'] == 1 else 's'}"
 
 
 def _loss(loss: float | None) -> str:
@@ -269,8 +273,7 @@ def _draw(headline: str, records: list[IslandRecord]) -> "Figure":
 
 
 def _headline(name: str, summary: Summary) -> str:
-    islands = summary["islands"]
-    parts = [name, f"{islands} island{'' if islands == 1 else 's'}"]
+    parts = [name, _islands(summary)]
     if summary["eval_loss"] is not None:
         parts.append(f"held-out loss {_loss(summary['eval_loss_start'])} → {_loss(summary['eval_loss'])}")
     if summary["rounds_committed"]:
@@ -302,13 +305,20 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 def _draw_evals(panel: "Axes", record: IslandRecord, color: str) -> None:
-    """Held-out text: hollow while the island is on its own, filled at the start and the end, where the anchor is measured."""
-    last_step = record.steps[-1]["step"] if record.steps else 0
-    for of_anchor, style in ((True, {"marker": "D", "markerfacecolor": color}), (False, {"marker": "o", "markerfacecolor": "w"})):
+    """Loss on held-out text: filled at the start and the end, where it is the anchor's, hollow in between."""
+    last_step = record.steps[-1]["step"] if record.steps and record.ended else 0
+    for name, of_anchor, marker, fill in (("anchor", True, "D", color), ("local", False, "o", "white")):
         rows = [row for row in record.evals if (row.get("step") in (0, last_step)) == of_anchor]
-        label = ("held-out, anchor" if of_anchor else "held-out, local") if rows and record.island == 0 else None
-        style |= {"markeredgecolor": color, "markersize": 6, "linestyle": "none", "zorder": 3}
-        panel.plot(*_over_tokens(record, rows, "loss"), label=label, **style)
+        panel.plot(
+            *_over_tokens(record, rows, "loss"),
+            linestyle="none",
+            marker=marker,
+            markersize=6,
+            markerfacecolor=fill,
+            markeredgecolor=color,
+            zorder=3,
+            label=f"held-out, {name}" if rows and record.island == 0 else None,
+        )
 
 
 def _draw_rounds(panels: tuple["Axes", "Axes"], record: IslandRecord) -> None:

@@ -63,7 +63,7 @@ class RowTail:
         self._lines = LineTail(path)
 
     def read(self) -> list[Row]:
-        """The complete rows since the last call. A torn line in the middle, left by a crash and a restart, is no row."""
+        """The complete rows since the last call. A torn line, left by a crash and a restart, is no row."""
         rows = []
         for line in self._lines.read():
             with contextlib.suppress(json.JSONDecodeError):
@@ -100,7 +100,7 @@ def make_run_dir(run_dir: Path) -> Path | None:
             moved = _move_aside(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.dir={run_dir}: {error.strerror}. Choose a folder that can be written, with run.dir=...") from None
+        raise ConfigError(f"run.dir={run_dir}: {error.strerror}. Choose a folder that can be written to") from None
     return moved
 
 

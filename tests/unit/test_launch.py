@@ -1,0 +1,235 @@
+"""The launcher, with islands that are small scripts: what is started, what is shown, and that nothing is left."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Callable, Iterator, Sequence
+
+import pytest
+
+from diloco import launch as launching
+from diloco.launch import LaunchPlan, launch, make_identity, make_plan
+from islands.config_file import ConfigError
+
+#: The islands are scripts, so that no exchange is started; the one named here is the one that is quick to import.
+NO_EXCHANGE = "exchange.type=in_memory"
+ON_CPU = (NO_EXCHANGE, "run.device=cpu")
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+# argv: what to do, configuration, overrides. Tells what it was given and its processes in files beside its metrics.
+FAKE_ISLAND = """
+import json, os, pathlib, signal, subprocess, sys, time
+what, given = sys.argv[1], dict(override.split("=", 1) for override in sys.argv[3:])
+folder = pathlib.Path(json.loads(given["swarm.identity_file"])).parent
+island = int(given["swarm.slot"])
+pids = [os.getpid()]
+if what == "stubborn":  # like a worker that torchrun started: a session of its own, and deaf to being asked
+    code = "from signal import *; import time; signal(SIGTERM, SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    pids.append(child.pid)
+seen = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+(folder / "given.json").write_text(json.dumps({"overrides": given, "environment": seen}))
+(folder / "pids.part").write_text(json.dumps(pids))
+(folder / "pids.part").rename(folder / "pids.json")
+print("hello", flush=True)
+if what == "fail" and island == 1:
+    print("something broke", file=sys.stderr)
+    sys.exit(7)
+if what in ("fail", "stubborn", "wait"):
+    time.sleep(60)
+with open(folder / "metrics.jsonl", "w") as metrics:
+    for step in (1, 2):
+        row = dict(kind="step", island=island, time=time.time(), step=step, loss=3.0, tokens=8, tokens_per_second=9.0)
+        print(json.dumps(row), file=metrics)
+"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Callable[[str], launching.IslandCommand]]:
+    """Makes an island command that does as it is told."""
+    script = tmp_path / "fake_island.py"
+    script.write_text(FAKE_ISLAND)
+
+    def told(what: str) -> launching.IslandCommand:
+        return lambda ranks, config, overrides: [sys.executable, "-S", str(script), what, str(config), *overrides]
+
+    yield told
+    for pid in _pids(tmp_path / "run", islands=0):
+        if _is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _pids(run_dir: Path, islands: int) -> list[int]:
+    """Process ids that the fake islands wrote down, once that many have."""
+    deadline = time.monotonic() + 30
+    while len(found := list(run_dir.glob("island-*/pids.json"))) < islands:
+        assert time.monotonic() < deadline, f"only {found} were written"
+        time.sleep(0.02)
+    return [pid for path in found for pid in json.loads(path.read_text())]
+
+
+def _await_ends(pids: Sequence[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if _is_alive(pid)]:
+        assert time.monotonic() < deadline, f"processes {left} live on"
+        time.sleep(0.02)
+
+
+def _given(run_dir: Path, island: int) -> dict[str, dict[str, str]]:
+    return json.loads((run_dir / f"island-{island}" / "given.json").read_text())
+
+
+def _plan(tmp_path: Path, *overrides: str, islands: int | None = None) -> LaunchPlan:
+    return make_plan(QUICKSTART, [f"run.dir={tmp_path / 'run'}", NO_EXCHANGE, *overrides], islands)
+
+
+def test_islands_know_the_first_one_before_it_started(tmp_path, fake, capfd, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    run = tmp_path / "run"
+    assert launch(QUICKSTART, [f"run.dir={run}", *ON_CPU], 3, fake("finish")) == 0
+    first = _given(run, 0)["overrides"]
+    assert first["swarm.initial_peers"] == "[]"
+    assert first["swarm.islands"] == "3"
+    port = json.loads(first["swarm.listen"]).removeprefix("127.0.0.1:")
+    for island in (1, 2):
+        given = _given(run, island)
+        assert given["overrides"]["swarm.slot"] == str(island)
+        (address,) = json.loads(given["overrides"]["swarm.initial_peers"])
+        assert address.startswith(f"/ip4/127.0.0.1/tcp/{port}/p2p/Qm")
+        assert given["environment"]["OMP_NUM_THREADS"] == "1"
+    assert stat.S_IMODE((run / "island-0" / "identity").stat().st_mode) == 0o600
+    printed = capfd.readouterr().out
+    for island in range(3):
+        assert f"island {island} | hello\n" in printed
+        assert f"island {island} | done 2/300 · loss 3.000" in printed
+        assert (run / f"island-{island}" / "log.txt").read_text() == "hello\n"
+    assert json.loads((run / "summary.json").read_text())["tokens"] == 3 * 2 * 8
+
+
+def test_one_failing_island_ends_all_and_gives_its_exit_code(tmp_path, fake, capfd):
+    assert launch(QUICKSTART, [f"run.dir={tmp_path / 'run'}", *ON_CPU], command=fake("fail")) == 7
+    told = capfd.readouterr().err
+    assert "Island 1 failed with exit code 7" in told and "something broke" in told
+    _await_ends(_pids(tmp_path / "run", islands=2), seconds=0.5)
+
+
+def _start_launcher(tmp_path: Path, what: str) -> subprocess.Popen[bytes]:
+    code = (
+        "import sys, pathlib; from diloco.launch import launch; what, script, *rest = sys.argv[1:]; "
+        "command = lambda ranks, config, overrides: [sys.executable, '-S', script, what, str(config), *overrides]; "
+        "sys.exit(launch(pathlib.Path(rest[0]), rest[1:], command=command))"
+    )
+    overrides = [f"run.dir={tmp_path / 'run'}", *ON_CPU]
+    arguments = [what, str(tmp_path / "fake_island.py"), str(QUICKSTART), *overrides]
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_every_process_in_time(tmp_path, fake, number):
+    fake("stubborn")
+    with _start_launcher(tmp_path, "stubborn") as launcher:
+        pids = _pids(tmp_path / "run", islands=2)
+        assert len(pids) == 4 and all(map(_is_alive, pids))
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=10) == 130
+        _await_ends(pids, seconds=0.5)
+        assert b"Interrupted" in launcher.stdout.read()
+
+
+def test_killing_the_launcher_ends_the_islands(tmp_path, fake):
+    fake("wait")
+    with _start_launcher(tmp_path, "wait") as launcher:
+        pids = _pids(tmp_path / "run", islands=2)
+        launcher.kill()
+        _await_ends(pids, seconds=10)
+
+
+def test_earlier_runs_are_moved_aside(tmp_path, fake, capfd):
+    overrides = [f"run.dir={tmp_path / 'run'}", *ON_CPU]
+    for _ in range(3):
+        assert launch(QUICKSTART, overrides, 1, fake("finish")) == 0
+    assert sorted(path.name for path in tmp_path.glob("run*")) == ["run", "run.1", "run.2"]
+    assert all((path / "summary.json").exists() for path in tmp_path.glob("run*"))
+    assert f"which is now {tmp_path / 'run.2'}" in capfd.readouterr().out
+
+
+def test_a_folder_that_is_no_run_stays(tmp_path, fake):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("irreplaceable")
+    with pytest.raises(ConfigError, match="holds no run"):
+        launch(QUICKSTART, [f"run.dir={tmp_path / 'run'}", *ON_CPU], command=fake("finish"))
+    assert (tmp_path / "run" / "thesis.tex").exists()
+
+
+def test_port_in_use_is_refused(tmp_path, fake):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        overrides = [f"run.dir={tmp_path / 'run'}", *ON_CPU, f"swarm.listen=127.0.0.1:{port}"]
+        with pytest.raises(ConfigError, match=f"swarm.listen=127.0.0.1:{port} can't be listened on: Address"):
+            launch(QUICKSTART, overrides, command=fake("finish"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "islands", "told"),
+    [
+        ((), 5, r"swarm.islands=5 is more than swarm.max_slots=4"),
+        (("train.global_batch_size=15",), None, r"train.global_batch_size.*15"),
+        (("swarm.slot=1",), None, r"swarm.slot=1: 'diloco launch' starts all islands"),
+        (("swarm.initial_peers=[/ip4/10.0.0.1/tcp/1/p2p/Qm]",), None, r"swarm.initial_peers=.*Remove it"),
+        (("outer.sync_evry=3",), None, r"outer.sync_evry: unknown key \(did you mean 'sync_every'\?\)"),
+    ],
+)
+def test_what_can_not_work_is_refused_before_anything_starts(tmp_path, overrides, islands, told):
+    with pytest.raises(ConfigError, match=told):
+        _plan(tmp_path, *overrides, islands=islands)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "data_parallel_size", "ranks", "used"),
+    [(0, -1, 1, 0), (1, -1, 1, 0), (2, -1, 1, 2), (8, -1, 4, 8), (3, 2, 2, 0), (4, 2, 2, 4), (5, -1, 2, 4)],
+)
+def test_gpus_are_divided_if_every_rank_gets_one(tmp_path, monkeypatch, num_gpus, data_parallel_size, ranks, used):
+    monkeypatch.setattr(launching, "_visible_gpus", lambda: tuple(map(str, range(num_gpus))))
+    plan = _plan(tmp_path, f"parallel.data_parallel_size={data_parallel_size}")
+    assert (plan.ranks, len(plan.gpus)) == (ranks, used)
+
+
+def test_each_island_sees_its_own_gpus(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(launching, "_visible_gpus", lambda: ("4", "5", "6", "7"))
+    assert launch(QUICKSTART, [f"run.dir={tmp_path / 'run'}", NO_EXCHANGE], command=fake("finish")) == 0
+    given = [_given(tmp_path / "run", island) for island in (0, 1)]
+    assert [each["environment"]["CUDA_VISIBLE_DEVICES"] for each in given] == ["4,5", "6,7"]
+    assert all("run.device" not in each["overrides"] for each in given)
+
+
+def test_too_few_gpus_are_refused_where_gpus_were_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "_visible_gpus", lambda: ("0",))
+    with pytest.raises(ConfigError, match="2 islands x 2 ranks = 4 ranks, and this machine has 1"):
+        _plan(tmp_path, "run.device=cuda")
+
+
+def test_peer_id_is_the_one_that_hivemind_reads_from_the_file(tmp_path):
+    from hivemind.p2p import PeerID
+
+    ids = [make_identity(tmp_path / str(number)) for number in range(3)]
+    assert ids == [PeerID.from_identity((tmp_path / str(number)).read_bytes()).to_base58() for number in range(3)]
+    assert len(set(ids)) == 3
