@@ -1,0 +1,100 @@
+"""One attempt of one round: who is in it, its votes, and the promise not to commit it. No input or output in here.
+
+The rule that keeps islands together: a member commits when every named member voted for the same digest **and** every one
+has acknowledged this member's vote. So while a member may have committed, each of the others holds its vote, and those
+who are left can tell from the votes that they hold between them whether it may have.
+"""
+
+import asyncio
+from typing import Coroutine, Iterable, TypeVar
+
+from diloco.exchange.hivemind.messages import Ballot, Proposal, Share
+from diloco.exchange.hivemind.scatter_reduce import ScatterReduce
+
+T = TypeVar("T")
+
+
+class AttemptFailed(Exception):
+    """The attempt came to nothing. ``final``: so would the next one."""
+
+    def __init__(self, reason: str, final: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.final = reason, final
+
+
+class Attempt:
+    """An accepted proposal, as one of its members sees it.
+
+    Attributes:
+        transfer: its bytes; None after the end.
+        ballots: digests by slot, the own one too.
+        committed: the result was swapped in.
+        frozen: given up. It may still be adopted, when it turns out that another member committed it.
+    """
+
+    def __init__(self, proposal: Proposal, slot: int, transfer: ScatterReduce) -> None:
+        self.proposal, self.id, self.slot = proposal, proposal.id(), slot
+        self.transfer: ScatterReduce | None = transfer
+        self.ballots: dict[int, bytes] = {}
+        self.committed = self.frozen = False
+        self._failure: asyncio.Future[AttemptFailed] = asyncio.get_running_loop().create_future()
+        self._news = asyncio.Event()
+
+    @property
+    def others(self) -> list[Share]:
+        """The shares of the other members."""
+        return [share for share in self.proposal.shares if share.slot != self.slot]
+
+    def names(self, slot: int) -> bool:
+        """Whether the island in ``slot`` takes part."""
+        return any(share.slot == slot for share in self.proposal.shares)
+
+    def position(self, slot: int) -> int:
+        """Where the island in ``slot`` stands in the order of reduction."""
+        return [share.slot for share in self.proposal.shares].index(slot)
+
+    def fail(self, reason: str, final: bool = False) -> None:
+        """Give it up: from now on this member never commits it on its own. Nothing happens once it is committed."""
+        if not self.committed and not self._failure.done():
+            self.frozen = True
+            self._failure.set_result(AttemptFailed(reason, final))
+
+    def vote(self, slot: int, digest: bytes) -> bool:
+        """Count a vote; False where it comes too late."""
+        if self.frozen:
+            return False
+        self.ballots[slot] = digest
+        self._news.set()
+        return True
+
+    def unanimous(self, more: Iterable[Ballot] = ()) -> bool:
+        """Whether, with the votes that others know of, all members voted for one digest."""
+        known = self.ballots | {ballot.slot: ballot.digest for ballot in more}
+        return all(self.names(slot) for slot in known) and len(known) == len(self.proposal.shares) and (
+            len(set(known.values())) == 1
+        )
+
+    async def all_ballots(self) -> None:
+        """Wait for the vote of every member."""
+        while len(self.ballots) < len(self.proposal.shares):
+            self._news.clear()
+            await self._news.wait()
+
+    async def unless_failed(self, work: Coroutine[None, None, T]) -> T:
+        """The result of ``work``, which is cancelled when the attempt fails.
+
+        Raises:
+            AttemptFailed: it was given up, here or by another member, before or while ``work`` ran.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if self._failure.done():
+            if not task.cancelled():
+                task.exception()  # seen; why the attempt failed first says more
+            raise self._failure.result()
+        return task.result()

@@ -1,0 +1,213 @@
+"""The trainer's end: starts the exchange process, talks to it, and starts it again when it dies."""
+
+import atexit
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from diloco.config import RunConfig
+from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat
+from diloco.exchange.hivemind import ipc, process
+from diloco.exchange.hivemind.lifetime import describe_exit
+from diloco.outer_state import OuterState
+
+_START_SECONDS = 60.0  # imports on a busy machine, on top of swarm.join_timeout
+_GRACE_SECONDS = 15.0  # on top of exchange.round_deadline: one settling of votes and a busy machine
+_CLOSE_SECONDS = 5.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_STABLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _Launched:
+    height: int
+    weight: float
+    time: float
+
+
+class HivemindExchange:
+    """See :class:`diloco.exchange.base.Exchange`. The exchange process is being started when this is constructed."""
+
+    def __init__(self, config: RunConfig, state: OuterState, schema: str) -> None:
+        self._config, self._state = config, state
+        self._folder = tempfile.mkdtemp(prefix="diloco-")
+        identity = config.swarm.identity_file or str(Path(self._folder) / "identity")
+        self._start = ipc.Start(config.model_dump(), state, schema, identity, config.swarm.listen, os.getpid())
+        self._changed = threading.Condition()
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._seat: Seat | None = None
+        self._refusal = ""
+        self._traceback = ""
+        self._end_reason = ""
+        self._closing = False
+        self._launched: dict[int, _Launched] = {}
+        self._committing: dict[int, RoundOutcome] = {}
+        self._outcomes: dict[int, RoundOutcome] = {}
+        self._events: list[ExchangeEvent] = []
+        # The kernel ties the exchange process to the thread that starts it, so one thread does that as long as this lives.
+        self._keeper = threading.Thread(target=self._keep, name="exchange-keeper", daemon=True)
+        self._keeper.start()
+        atexit.register(self.close)
+
+    def join(self) -> Seat:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        limit = self._config.swarm.join_timeout + _START_SECONDS
+        with self._changed:
+            self._changed.wait_for(lambda: self._seat or self._refusal, limit)
+            if self._seat:
+                return self._seat
+            reason = self._refusal or f"the exchange process did not get ready within {limit:g} s; is the machine overloaded?"
+        self.close()
+        raise JoinError(reason)
+
+    def launch(self, fragment: int, weight: float) -> None:
+        """See :class:`diloco.exchange.base.Exchange`.
+
+        Raises:
+            ValueError: the weight is not positive.
+            RuntimeError: a round of this fragment is in flight.
+        """
+        if not weight > 0:
+            raise ValueError(f"a round needs a positive weight (tokens since the last), got {weight}")
+        with self._changed:
+            if fragment in self._launched:
+                raise RuntimeError(f"a round of fragment {fragment} is in flight; take its outcome first")
+            self._launched[fragment] = _Launched(self._state.fragments[fragment].height, weight, time.monotonic())
+            if self._pipe is None:
+                self._outcomes[fragment] = self._skipped(fragment, "the exchange process is being started again")
+            else:
+                self._send(ipc.Launch(fragment, weight))
+
+    def outcome(self, fragment: int) -> RoundOutcome:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        with self._changed:
+            limit = self._config.exchange.round_deadline + _GRACE_SECONDS
+            left = self._launched[fragment].time + limit - time.monotonic()
+            if not self._changed.wait_for(lambda: fragment in self._outcomes, max(0.0, left)):
+                # It might still commit, while the trainer believes that nothing changed. So it has to end before we go on.
+                self._end_reason = f"it did not end a round within {limit:g} s and was stopped"
+                if self._process:
+                    self._process.kill()
+                self._changed.wait_for(lambda: fragment in self._outcomes)
+            del self._launched[fragment]
+            self._committing.pop(fragment, None)
+            return self._outcomes.pop(fragment)
+
+    def events(self) -> list[ExchangeEvent]:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        with self._changed:
+            events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        if os.getpid() != self._start.parent_pid:
+            return  # a fork of the trainer ends, not the trainer
+        with self._changed:
+            self._closing = True
+            if self._pipe:
+                self._send(ipc.Close())
+            self._changed.notify_all()
+        self._keeper.join(_CLOSE_SECONDS)
+        with self._changed:
+            if self._process:
+                self._process.kill()
+        self._keeper.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        atexit.unregister(self.close)
+
+    # -- the keeper's thread -------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        short_lives = 0
+        while True:
+            started = time.monotonic()
+            try:
+                self._live_once()
+            except Exception as error:  # it could not even be started
+                self._traceback = f"{type(error).__name__}: {error}"
+            with self._changed:
+                self._process = self._pipe = None
+                if not self._seat and not self._closing:
+                    self._refusal = self._refusal or f"the exchange process failed: {self._end_reason}\n{self._traceback}"
+                self._end_launched()
+                if self._closing or self._refusal:
+                    self._changed.notify_all()
+                    return
+                event = f"exchange process {self._end_reason}; starting it again\n{self._traceback}".strip()
+                self._events.append(ExchangeEvent("restarted", event))
+                self._end_reason = self._traceback = ""
+                self._changed.notify_all()
+                short_lives = short_lives + 1 if time.monotonic() - started < _STABLE_SECONDS else 0
+                if short_lives > 1:
+                    pause = min(_LONGEST_PAUSE_SECONDS, 2.0**short_lives)
+                    self._changed.wait_for(lambda: self._closing, pause)
+
+    def _live_once(self) -> None:
+        """Start the exchange process and read from it until it has ended."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        child = context.Process(target=process.main, args=(theirs, self._start), name="exchange", daemon=True)
+        with self._changed:
+            if self._closing:
+                return
+            child.start()
+            self._process, self._pipe = child, ours
+        theirs.close()
+        while ours in (ready := wait([ours, child.sentinel])):
+            try:
+                self._receive(ours.recv())
+            except (EOFError, OSError):
+                break
+        del ready
+        child.join()
+        with self._changed:
+            self._end_reason = self._end_reason or f"ended ({describe_exit(child.exitcode)})"
+        child.close()
+        ours.close()
+
+    def _receive(self, message: ipc.FromExchange) -> None:
+        with self._changed:
+            match message:
+                case ipc.Joined():
+                    if self._seat:
+                        self._events.append(ExchangeEvent("rejoined", f"exchange process is back in slot {message.seat.slot}"))
+                    self._seat = message.seat
+                    self._start = replace(self._start, rejoin=message.places, listen=message.listen)
+                case ipc.Refused():
+                    self._refusal = message.reason
+                case ipc.Crashed():
+                    self._traceback = message.traceback
+                case ipc.Committing():
+                    self._committing[message.outcome.fragment] = message.outcome
+                case ipc.Ended():
+                    self._outcomes[message.outcome.fragment] = message.outcome
+                case ExchangeEvent():
+                    self._events.append(message)
+            self._changed.notify_all()
+
+    def _end_launched(self) -> None:
+        """Give every round in flight an outcome, now that nobody writes to the state any more."""
+        for fragment, launched in self._launched.items():
+            if fragment in self._outcomes:
+                continue
+            if self._state.fragments[fragment].height > launched.height:  # it died just after the swap
+                self._outcomes[fragment] = self._committing[fragment]
+            else:
+                self._outcomes[fragment] = self._skipped(fragment, f"the exchange process {self._end_reason}")
+
+    def _skipped(self, fragment: int, reason: str) -> RoundOutcome:
+        return RoundOutcome("skipped", fragment, self._state.fragments[fragment].height, reason=reason)
+
+    def _send(self, message: ipc.FromTrainer) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError:
+            pass  # it is dead; the keeper notices by itself and gives every round an outcome

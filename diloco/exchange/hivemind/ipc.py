@@ -1,0 +1,89 @@
+"""What the trainer and its exchange process say to each other, over a pipe between the two. Small, never tensors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.exchange.base import ExchangeEvent, RoundOutcome, Seat
+from diloco.outer_state import OuterState
+
+
+@dataclass(frozen=True)
+class Place:
+    """One island of the swarm, as its member list names it."""
+
+    slot: int
+    peer: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Start:
+    """All that an exchange process needs.
+
+    Attributes:
+        settings: the resolved configuration, as plain values.
+        rejoin: the member list that an earlier process of this island had; empty at the first start.
+        listen: host:port; a process that is started again keeps the port of the first.
+    """
+
+    settings: dict[str, Any]
+    state: OuterState
+    schema: str
+    identity_path: str
+    listen: str
+    parent_pid: int
+    rejoin: tuple[Place, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Trainer to exchange: take ``fragment``'s local parameters into a round."""
+
+    fragment: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Close:
+    """Trainer to exchange: leave the swarm and end."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Exchange to trainer: all islands are there. ``listen`` is the host:port really listened on."""
+
+    seat: Seat
+    places: tuple[Place, ...]
+    listen: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Exchange to trainer: this island can't take part."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Crashed:
+    """Exchange to trainer: an error that nobody expected, just before the process ends."""
+
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Committing:
+    """Exchange to trainer, before the swap: how the round ends if the swap turns out to have happened."""
+
+    outcome: RoundOutcome
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Exchange to trainer: a round is over."""
+
+    outcome: RoundOutcome
+
+
+FromTrainer = Launch | Close
+FromExchange = Joined | Refused | Crashed | Committing | Ended | ExchangeEvent

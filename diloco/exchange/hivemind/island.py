@@ -1,0 +1,195 @@
+"""The inside of the exchange process: everything put together on one asyncio loop."""
+
+import asyncio
+import contextlib
+from multiprocessing.connection import Connection
+from typing import Coroutine
+
+from diloco.config import RunConfig
+from diloco.exchange.base import Seat
+from diloco.exchange.hivemind import daemon, ipc, messages
+from diloco.exchange.hivemind.directory import publish_for_ever
+from diloco.exchange.hivemind.door import Door, ask_to_join, wait_for_all
+from diloco.exchange.hivemind.membership import Membership
+from diloco.exchange.hivemind.network import Network, Stream, Unreachable
+from diloco.exchange.hivemind.round import Surroundings
+from diloco.exchange.hivemind.rounds import Rounds
+from diloco.exchange.hivemind.settings import shared_settings
+from islands import plugins
+from islands.config_file import parse_config
+
+
+class DaemonDied(RuntimeError):
+    """libp2p's daemon is gone; the trainer starts this process again."""
+
+
+async def take_part(pipe: Connection, start: ipc.Start) -> None:
+    """Join, exchange, leave.
+
+    Raises:
+        JoinError: this island can't take part.
+        DaemonDied: the libp2p daemon ended.
+    """
+    island = _Island(pipe, start)
+    work = asyncio.create_task(island.run())
+    closed = asyncio.create_task(island.closed.wait())
+    try:
+        await asyncio.wait({work, closed}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            try:
+                work.result()
+            except BaseExceptionGroup as group:
+                raise _first(group) from None
+    finally:
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):  # an error of its own has been raised above
+            await work
+        await island.shut_down()
+
+
+class _Island:
+    def __init__(self, pipe: Connection, start: ipc.Start) -> None:
+        self._pipe, self._start = pipe, start
+        self._config = parse_config(RunConfig, start.settings)
+        self.closed = asyncio.Event()
+        self._launches: asyncio.Queue[ipc.Launch] = asyncio.Queue()
+        self._background: set[asyncio.Task] = set()
+        self._daemon: daemon.Daemon | None = None
+        self._membership: Membership | None = None
+        self._rounds: Rounds | None = None
+        self._door = self._make_door()
+        asyncio.get_running_loop().add_reader(pipe.fileno(), self._read_pipe)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises JoinError, DaemonDied."""
+        swarm = self._config.swarm
+        self._daemon = await daemon.start_daemon(self._start.listen, swarm.announce, self._start.identity_path)
+        network = Network(self._daemon, heard=self._heard)
+        addresses = await daemon.addresses(self._daemon)
+        await network.serve(self._answer, self._stream)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_daemon())
+            places = self._start.rejoin or await self._join(network, addresses)
+            self._door.complete(places)
+            place = next(place for place in places if place.peer == network.peer)
+            self._begin(network, place, places)
+            tasks.create_task(self._membership.run())
+            others = [other for other in places if other is not place]
+            interval = self._membership.interval
+            tasks.create_task(
+                publish_for_ever(self._daemon, self._config.run.name, place, others, self._start.state, interval)
+            )
+            await self._connect_to_all(network, others)
+            self._send(ipc.Joined(Seat(place.slot, addresses[0]), places, self._listen(addresses[0])))
+            while True:
+                launch = await self._launches.get()
+                tasks.create_task(self._rounds.launch(launch.fragment, launch.weight))
+
+    async def shut_down(self) -> None:
+        """Leave the swarm and end the daemon."""
+        if self._membership:
+            await self._membership.leave()
+        if self._daemon:
+            await self._daemon.shutdown()
+
+    async def _join(self, network: Network, addresses: tuple[str, ...]) -> tuple[ipc.Place, ...]:
+        swarm = self._config.swarm
+        if self._door.first:
+            self._door.enter(ipc.Place(max(swarm.slot, 0), network.peer, addresses))
+            await wait_for_all(self._door, addresses[0], swarm.join_timeout)
+            return tuple(self._door.places[slot] for slot in sorted(self._door.places))
+        hello = messages.Hello(
+            run=self._config.run.name, settings=self._door.settings, slot=swarm.slot, addresses=addresses
+        )
+        return await ask_to_join(network, hello, swarm.initial_peers, swarm.join_timeout)
+
+    def _make_door(self) -> Door:
+        swarm = self._config.swarm
+        return Door(
+            self._config.run.name,
+            shared_settings(self._config, self._start.schema),
+            swarm.max_slots,
+            swarm.islands,
+            first=not swarm.initial_peers,
+            tell=self._send,
+            first_addresses=tuple(swarm.initial_peers),
+        )
+
+    def _begin(self, network: Network, place: ipc.Place, places: tuple[ipc.Place, ...]) -> None:
+        exchange = self._config.exchange
+        self._membership = Membership(network, place.slot, exchange.peer_timeout, self._send)
+        around = Surroundings(
+            self._config.run.name,
+            network,
+            self._membership,
+            plugins.build("diloco.codecs", self._config.outer.codec),
+            exchange.round_deadline,
+            exchange.min_islands,
+            report=self._send,
+            background=self._run_in_background,
+        )
+        self._rounds = Rounds(around, self._start.state, end=self._send)
+        self._membership.start(places)
+
+    async def _connect_to_all(self, network: Network, others: list[ipc.Place]) -> None:
+        async def connect(place: ipc.Place) -> None:
+            with contextlib.suppress(Unreachable, TimeoutError):  # its silence will be noticed by the membership
+                async with asyncio.timeout(self._config.exchange.peer_timeout):
+                    await network.connect(place.peer)
+
+        await asyncio.gather(*(connect(place) for place in others))
+
+    async def _answer(self, peer: str, request: messages.Request) -> messages.Reply:
+        if isinstance(request, messages.Hello):
+            return self._door.answer(peer, request)
+        member = self._membership.of_peer(peer) if self._membership else None
+        if member is None:
+            return messages.Refused(reason="not a member of this run; say hello first")
+        return await self._rounds.answer(member, request)
+
+    async def _stream(self, peer: str, header: messages.Header, stream: Stream) -> None:
+        member = self._membership.of_peer(peer) if self._membership else None
+        if member is None:
+            raise messages.BadMessage("a stream of a stranger")
+        await self._rounds.stream(member, header, stream)
+
+    async def _watch_daemon(self) -> None:
+        raise DaemonDied(f"the libp2p daemon of this island ended: {await self._daemon.died()}")
+
+    def _heard(self, peer: str) -> None:
+        if self._membership:
+            self._membership.heard(peer)
+
+    def _run_in_background(self, work: Coroutine) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _read_pipe(self) -> None:
+        try:
+            while self._pipe.poll():
+                message = self._pipe.recv()
+                if isinstance(message, ipc.Close):
+                    self.closed.set()
+                else:
+                    self._launches.put_nowait(message)
+        except (EOFError, OSError):  # the trainer is gone
+            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            self.closed.set()
+
+    def _send(self, message: ipc.FromExchange) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the trainer is gone, which _read_pipe notices
+            self._pipe.send(message)
+
+    def _listen(self, address: str) -> str:
+        """Where to listen if this process has to be started again: at the same port."""
+        host = self._start.listen.rpartition(":")[0]
+        place = daemon.host_and_port(address)
+        announced = bool(self._config.swarm.announce)
+        return self._start.listen if announced or place is None else f"{host}:{place[1]}"
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    """The error that ended the others."""
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,30 @@
+"""The exchange process: started beside the trainer, in a session of its own, and never outliving it."""
+
+import asyncio
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+
+from diloco.exchange.base import JoinError
+from diloco.exchange.hivemind import ipc
+from diloco.exchange.hivemind.lifetime import die_with_parent
+
+
+def main(pipe: Connection, start: ipc.Start) -> None:
+    """Take part in the swarm until the trainer says ``Close`` or its end of the pipe is gone."""
+    os.setsid()  # Ctrl-C in the terminal is the trainer's to handle; it then says Close
+    die_with_parent(start.parent_pid)
+    torch.set_num_threads(1)
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # read when hivemind is imported, for its daemon too
+    try:
+        from diloco.exchange.hivemind.island import take_part
+
+        asyncio.run(take_part(pipe, start))
+    except JoinError as error:
+        pipe.send(ipc.Refused(str(error)))
+    except BaseException:
+        pipe.send(ipc.Crashed(traceback.format_exc()))
+        sys.exit(1)
