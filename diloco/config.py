@@ -1,12 +1,16 @@
 """The sections that describe how islands work together, and the configuration of a whole run."""
 
 import ipaddress
+import re
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from islands.config import IslandConfig
 from islands.config_file import Plugin, PluginSection, Section
+
+#: Where an island listens, and who it is: /ip4/10.0.0.1/tcp/31337/p2p/ and a peer id in base58.
+_ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/(tcp|udp)/\d{1,5}(/[^/\s]+)*/p2p/[1-9A-HJ-NP-Za-km-z]+")
 
 
 class OuterOptimizerSection(PluginSection):
@@ -59,22 +63,23 @@ class SwarmSection(Section):
 
     @field_validator("listen", "announce")
     @classmethod
-    def _is_host_and_port(cls, value: str) -> str:
-        if value:
-            host, _, port = value.rpartition(":")
-            try:
-                ipaddress.ip_address(host.strip("[]"))
-            except ValueError:
-                raise ValueError("must be IP:PORT, for example 0.0.0.0:31337") from None
-            if not port.isdecimal() or int(port) > 65535:
-                raise ValueError("must end with a port from 0 to 65535")
+    def _is_host_and_port(cls, value: str, info: ValidationInfo) -> str:
+        if not value and info.field_name == "announce":
+            return value
+        host, _, port = value.rpartition(":")
+        try:
+            ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            raise ValueError("should be IP:PORT, for example 127.0.0.1:31337") from None
+        if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+            raise ValueError("should end with a port from 0 to 65535")
         return value
 
     @field_validator("initial_peers")
     @classmethod
     def _are_addresses(cls, value: list[str]) -> list[str]:
         for address in value:
-            if not address.startswith("/") or "/p2p/" not in address:
+            if not _ADDRESS.fullmatch(address):
                 raise ValueError(
                     f"{address!r} is not an address such as /ip4/10.0.0.1/tcp/31337/p2p/Qm...; "
                     "the first island prints the one to use"
@@ -104,3 +109,12 @@ class RunConfig(IslandConfig):
     outer: OuterSection
     exchange: Annotated[ExchangeSection, Plugin("diloco.exchange", "hivemind")]
     swarm: SwarmSection = SwarmSection()
+
+    @model_validator(mode="after")
+    def _rounds_can_commit(self) -> "RunConfig":
+        if self.exchange.min_islands > self.swarm.max_slots:
+            raise ValueError(
+                f"exchange.min_islands={self.exchange.min_islands} is more than swarm.max_slots={self.swarm.max_slots}: no round "
+                f"could ever commit; give at most {self.swarm.max_slots}"
+            )
+        return self

@@ -1,8 +1,10 @@
 """The sections that describe one island. Each key carries its meaning and its check."""
 
-from typing import Annotated, Literal
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from islands.config_file import Plugin, PluginSection, Section
 
@@ -13,7 +15,7 @@ OUTER_SECTIONS = ("outer", "exchange", "swarm")
 class RunSection(Section):
     """Who and where."""
 
-    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="name of the run and of its swarm")
+    name: str = Field("run", min_length=1, description="name of the run and of its swarm")
     dir: str = Field("", description="folder for all that the run writes; default runs/<name>")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of weights and data order; the same on all islands")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: one GPU a rank where there are enough")
@@ -22,8 +24,23 @@ class RunSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_dir(cls, raw: dict) -> dict:
-        return raw if raw.get("dir") else {**raw, "dir": f"runs/{raw.get('name', 'run')}"}
+    def _default_dir(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or raw.get("dir"):
+            return raw
+        return {**raw, "dir": f"runs/{raw.get('name', 'run')}"}
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, value: str) -> str:
+        fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", value).lstrip(".-") or "run"
+        if value != fitting:
+            raise ValueError(f"should hold only letters, digits and . _ -, and not begin with . or -; such as {fitting}")
+        return value
+
+    @field_validator("dir")
+    @classmethod
+    def _expand_home(cls, value: str) -> str:
+        return str(Path(value).expanduser())
 
 
 class ParallelSection(Section):

@@ -4,15 +4,16 @@ Every problem is found before anything starts, and all of them are told at once:
 nearest valid choice.
 """
 
+import datetime
 import re
-import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Iterable, TypeVar, get_args, get_origin
+from typing import Any, Hashable, Iterable, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from islands import plugins
 
@@ -25,6 +26,15 @@ class Section(BaseModel):
     """A typed section of the configuration. Unknown keys and wrong types are refused; values never change."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_empty_sections(cls, raw: Any) -> Any:
+        """``section:`` with nothing below it, or left away, means its defaults."""
+        if not isinstance(raw, dict):
+            return raw
+        empty = [name for name, field in cls.model_fields.items() if _is_section(field) and raw.get(name) is None]
+        return {**raw, **{name: {} for name in empty}}
 
 
 class PluginSection(Section):
@@ -40,6 +50,28 @@ class Plugin:
     package: str
     default: str
 
+    def config_class(self, raw: dict[Any, Any]) -> type[PluginSection]:
+        """``Config`` of the file that ``type`` in ``raw`` names. Raises ValueError where there is none."""
+        return plugins.load(self.package, raw.get("type", self.default)).Config
+
+    def __get_pydantic_core_schema__(self, source: type[PluginSection], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Called by pydantic: the field holds an instance of the class that its ``type`` names."""
+        return core_schema.no_info_plain_validator_function(
+            lambda value: self._validate(source, value),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda section: section.model_dump()),
+        )
+
+    def _validate(self, base: type[PluginSection], value: Any) -> PluginSection:
+        if isinstance(value, base):
+            return value
+        if not isinstance(value, dict):
+            raise PydanticCustomError("model_type", "should be a section")
+        try:
+            config_class = self.config_class(value)
+        except ValueError as error:
+            raise PydanticCustomError("plugin_type", "{problem}", {"problem": str(error)}) from None
+        return config_class.model_validate({"type": self.default, **value})
+
 
 Root = TypeVar("Root", bound=Section)
 
@@ -54,15 +86,7 @@ def load_config(root: type[Root], path: str | Path, overrides: Iterable[str] = (
     Raises:
         ConfigError: naming every problem found.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file. Give the path of a YAML configuration, such as configs/quickstart.yaml")
-    try:
-        raw = yaml.load(path.read_text(), Loader=_Loader) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected sections such as 'train:', found {type(raw).__name__}")
+    raw = _read_yaml(Path(path))
     for override in overrides:
         _apply_override(raw, override)
     return parse_config(root, {key: value for key, value in raw.items() if key not in set(ignore)}, source=str(path))
@@ -70,98 +94,149 @@ def load_config(root: type[Root], path: str | Path, overrides: Iterable[str] = (
 
 def parse_config(root: type[Root], raw: dict[str, Any], source: str = "configuration") -> Root:
     """Validate a nested dict. Raises ConfigError naming every problem."""
-    problems: list[str] = []
-    concrete, raw = _resolve_plugins(root, raw, "", problems)
-    if not problems:
-        try:
-            return concrete.model_validate(raw)
-        except ValidationError as error:
-            problems = [_explain(concrete, problem) for problem in error.errors()]
-    raise ConfigError("\n".join([f"{source} can't be used:"] + [f"  {problem}" for problem in problems]))
+    try:
+        return root.model_validate(raw)
+    except ValidationError as error:
+        problems = [f"  {_explain(root, raw, problem)}" for problem in error.errors(include_url=False)]
+    raise ConfigError("\n".join([f"{source} can't be used:", *problems]))
 
 
 def dump_config(config: Section) -> str:
     """The resolved configuration as YAML: reading it again gives an equal configuration."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads ``1e-3`` as a string; everyone who writes it means a number."""
+    """Refuses a key that is given twice, where plain YAML silently takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Called by yaml for every mapping."""
+        given = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((key for key in given if given.count(key) > 1), None):
+            raise yaml.MarkedYAMLError(problem=f"the key {twice!r} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Writes what :class:`_Loader` reads."""
+
+
+for _class in (_Loader, _Dumper):  # YAML 1.1 reads 1e-3 as a string; everyone who writes it means a number
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        near = plugins.did_you_mean(path.name, [file.name for file in path.absolute().parent.glob("*.y*ml")])
+        raise ConfigError(f"{path}: no such file{near}. Give the path of a YAML configuration, such as configs/quickstart.yaml")
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from error
+    if raw is not None and not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected sections such as 'train:', found {_kind(raw)}")
+    return raw or {}
+
+
+def _yaml_problem(error: Exception) -> str:
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return str(error)
+    mark = error.problem_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}" if mark else str(error.problem)
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    if not separator or not all(key.split(".")):
+    path = key.split(".")
+    if not separator or not all(path):
         raise ConfigError(f"{override!r} is not of the form key.sub=value, for example train.steps=100")
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: {text!r} is not a valid YAML value: {error}") from error
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        child = raw.setdefault(parent, {})
-        if child is None:
-            child = raw[parent] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"{key}: {parent} holds {child!r} and has no keys below it")
-        raw = child
-    raw[leaf] = value
+        raise ConfigError(
+            f"{key}: {text!r} is not a valid YAML value ({_yaml_problem(error)}); text with any of []{{}}:#&*!|>%@ in it "
+            f"needs quotes that the shell leaves, for example '{key}=\"{text}\"'"
+        ) from error
+    for depth, parent in enumerate(path[:-1], start=1):
+        if raw.get(parent) is None:
+            raw[parent] = {}
+        if not isinstance(raw[parent], dict):
+            raise ConfigError(f"{key}: {'.'.join(path[:depth])} holds {raw[parent]!r} and has no keys below it")
+        raw = raw[parent]
+    raw[path[-1]] = value
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 
 
 def _plugin_of(field: FieldInfo) -> Plugin | None:
     return next((extra for extra in field.metadata if isinstance(extra, Plugin)), None)
 
 
-def _resolve_plugins(
-    section: type[Section], raw: Any, prefix: str, problems: list[str]
-) -> tuple[type[Section], Any]:
-    """Replace each plug-in field's class by the ``Config`` of the file that its ``type`` names, at every depth."""
-    if not isinstance(raw, dict):
-        return section, raw
-    raw, concrete = dict(raw), {}
-    for name, field in section.model_fields.items():
-        value = {} if raw.get(name) is None else raw[name]  # "section:" with nothing below it means its defaults
-        plugin, child = _plugin_of(field), field.annotation
-        if not (isinstance(child, type) and issubclass(child, Section)):
-            continue
-        if plugin and isinstance(value, dict):
-            kind = value.get("type", plugin.default)
-            value = {**value, "type": kind}
-            try:
-                child = plugins.load(plugin.package, kind).Config
-            except ValueError as error:
-                problems.append(f"{prefix}{name}.type: {error}")
-                continue
-        child, raw[name] = _resolve_plugins(child, value, f"{prefix}{name}.", problems)
-        concrete[name] = (child, ...)
-    return (create_model(section.__name__, __base__=section, __module__=section.__module__, **concrete), raw)
+#: Where pydantic's own words are those of a programmer.
+_RULES = {
+    "string_type": "should be text",
+    "int_type": "should be a whole number",
+    "float_type": "should be a number",
+    "bool_type": "should be true or false",
+    "list_type": "should be a list such as [a, b]",
+    "too_short": "should not be empty",
+    "string_too_short": "should not be empty",
+}
 
 
-def _explain(root: type[Section], problem: dict[str, Any]) -> str:
-    """One line for one pydantic error: key, value, rule, and the nearest key where it was unknown."""
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    if problem["type"] == "extra_forbidden":
-        siblings = _keys_at(root, location[:-1])
-        hint = plugins.did_you_mean(location[-1], siblings) or f"; the keys here are {', '.join(siblings)}"
-        return f"{key}: unknown key{hint}"
-    if problem["type"] == "missing":
-        return f"{key}: must be given"
-    rule = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    found = problem["input"]
-    if problem["type"] == "value_error" and isinstance(found, dict):  # a rule over several keys: its message has them
-        return f"{key}: {rule}" if key else rule
-    return f"{key}: {found!r} {rule}" if rule.startswith("should") else f"{key}: {found!r}: {rule}"
+def _explain(root: type[Section], raw: dict[str, Any], problem: ErrorDetails) -> str:
+    """One line for one pydantic error: key, value, rule, and the nearest choice."""
+    *parents, leaf = problem["loc"] or ("",)
+    section, type_of_section = _section_at(root, raw, parents)
+    key, kind, found = ".".join(map(str, problem["loc"])), problem["type"], problem["input"]
+    rule = _RULES.get(kind) or re.sub("^(Value error, |Input )", "", problem["msg"])
+    if kind in ("extra_forbidden", "invalid_key"):
+        keys = list(section.model_fields)
+        scope = f"the keys of {'.'.join(map(str, parents))}.type={type_of_section}" if type_of_section else "the keys here"
+        return f"{key}: unknown key{plugins.did_you_mean(str(leaf), keys) or f'; {scope} are ' + ', '.join(keys)}"
+    if kind == "missing":
+        description = section.model_fields[leaf].description
+        return f"{key}: must be given" + (f" ({description})" if description else "")
+    if kind == "plugin_type":
+        return f"{key}.type: {rule}"
+    if kind == "value_error" and (isinstance(found, (dict, list)) or repr(found) in rule):  # the message names the values
+        return rule if rule.startswith(f"{key}.") or not key else f"{key}: {rule}"
+    if kind in ("model_type", "dict_type"):
+        is_type = isinstance(found, str) and leaf in section.model_fields and _plugin_of(section.model_fields[leaf])
+        return f"{key}: {found!r} should be a section with keys of its own" + (f", as in {key}.type={found}" if is_type else "")
+    if found is None:
+        return f"{key}: is empty; {rule}"
+    return f"{key}: {found!r} {rule}{_remedy(kind, found)}"
 
 
-def _keys_at(section: Any, location: list[str]) -> list[str]:
+def _remedy(kind: str, found: Any) -> str:
+    """What to write instead, where the type of a value is not what it looks like."""
+    if kind == "string_type" and isinstance(found, (int, float, datetime.date)):
+        return f"; put it in quotes: \"{found}\""
+    if kind == "int_type" and isinstance(found, float) and found.is_integer():
+        return f"; write {int(found)}"
+    return ""
+
+
+def _section_at(root: type[Section], raw: Any, location: Iterable[int | str]) -> tuple[type[Section], str]:
+    """The class of the section at ``location`` in ``raw``; and its ``type`` where it is a plug-in."""
+    section, type_of_section = root, ""
     for part in location:
-        section = section.model_fields[part].annotation
-    if get_origin(section) in (Annotated, types.UnionType):
-        section = get_args(section)[0]
-    return list(section.model_fields)
+        field = section.model_fields.get(part)
+        if field is None or not _is_section(field):  # inside a list
+            break
+        raw = raw.get(part) or {}
+        plugin = _plugin_of(field)
+        section = plugin.config_class(raw) if plugin else field.annotation
+        type_of_section = raw.get("type", plugin.default) if plugin else ""
+    return section, type_of_section
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "a text"}.get(type(value), repr(value))

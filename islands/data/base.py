@@ -105,29 +105,43 @@ def windows(tokens: np.ndarray, samples: np.ndarray, seq_len: int) -> tuple[Tens
 
 
 def read_bytes(files: Sequence[Path], held_out: float, key: str) -> Corpus:
-    """Byte tokens of ``files``, in the order given; each file goes to train or held-out by a hash of its
-    path below their common folder.
+    """Byte tokens of ``files``, in the order given. A hash of its path below their common folder says whether a file is
+    held out; at least one is, and at least one is not. Of a single file the last part is held out.
 
     Raises:
-        ConfigError: a file can't be read, or one of the parts stays empty.
+        ConfigError: there is no file, one can't be read, or a part stays empty.
     """
-    parts: dict[bool, list[bytes]] = {True: [], False: []}
-    root = Path(os.path.commonpath([file.absolute().parent for file in files]))
-    for file in files:
-        name = file.absolute().relative_to(root).as_posix()  # so that a copy elsewhere is split alike
-        share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") / 2**64
-        try:
-            parts[share < held_out].append(file.read_bytes() + b"\n")
-        except OSError as error:
-            raise ConfigError(f"{key}: can't read {file}: {error.strerror}") from error
-    if len(files) == 1:  # nothing to split by: the last part of the only file is held out
-        text = (parts[True] or parts[False])[0]
-        cut = int(len(text) * (1 - held_out))
-        parts = {False: [text[:cut]], True: [text[cut:]]}
-    train, held = (np.frombuffer(b"".join(parts[which]), dtype=np.uint8) for which in (False, True))
-    if not len(train) or not len(held):
+    if not files:
+        raise ConfigError(f"{key}: there are no files to read")
+    texts = [_read(file, key) for file in files]
+    if len(files) == 1:
+        cut = int(len(texts[0]) * (1 - held_out))
+        train, held = [texts[0][:cut]], [texts[0][cut:]]
+    else:
+        shares = _shares(files)
+        order = sorted(range(len(files)), key=lambda index: shares[index])
+        held_files = {index for index in order if shares[index] < held_out} | {order[0]}
+        held_files -= {order[-1]}
+        held = [texts[index] for index in range(len(files)) if index in held_files]
+        train = [texts[index] for index in range(len(files)) if index not in held_files]
+    corpus = Corpus(*(np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)), vocab_size=256)
+    if not len(corpus.train) or not len(corpus.held_out):
         raise ConfigError(
-            f"{key}: of {len(files)} files {len(parts[True])} were held out and {len(parts[False])} left to train on; "
-            f"both need at least one. Give more files or change data.held_out={held_out}"
+            f"{key}: {sum(map(len, texts))} bytes of text leave {len(corpus.train)} to train on and {len(corpus.held_out)} held "
+            f"out; give more text or change data.held_out={held_out}"
         )
-    return Corpus(train, held, vocab_size=256)
+    return corpus
+
+
+def _read(file: Path, key: str) -> bytes:
+    try:
+        return file.read_bytes() + b"\n"
+    except OSError as error:
+        raise ConfigError(f"{key}: can't read {file}: {error.strerror}") from error
+
+
+def _shares(files: Sequence[Path]) -> list[float]:
+    """For each file a number from 0 to 1 drawn by its path below their common folder, so that a copy elsewhere is split alike."""
+    root = Path(os.path.commonpath([file.absolute().parent for file in files]))
+    names = [file.absolute().relative_to(root).as_posix() for file in files]
+    return [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") / 2**64 for name in names]

@@ -23,7 +23,8 @@ class Config(DataSection):
 
 
 def build(config: Config) -> Corpus:
-    """All modules but their tests, in the order of their paths; about 11 MB. Cached, and mapped into memory from there."""
+    """All modules but their tests, in the order of their paths; about 11 MB. Cached where the home folder can be written
+    to, and mapped into memory from there."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
         (path for path in root.rglob("*.py") if not _SKIP.intersection(path.relative_to(root).parts)),
@@ -32,7 +33,11 @@ def build(config: Config) -> Corpus:
     key = hashlib.sha256(f"{platform.python_version()} {root} {len(files)} {config.held_out}".encode()).hexdigest()[:16]
     folder = Path(os.path.expanduser("~/.cache/diloco")) / f"python-stdlib-{key}"
     if not (folder / "held_out.npy").exists():
-        _write(folder, read_bytes(files, config.held_out, key="data.type=python_stdlib"))
+        corpus = read_bytes(files, config.held_out, key="data.type=python_stdlib")
+        try:
+            _write(folder, corpus)
+        except OSError:  # no home, or a full or read-only one: the text is there all the same
+            return corpus
     train, held_out = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out"))
     return Corpus(train, held_out, vocab_size=256)
 

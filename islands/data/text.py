@@ -1,6 +1,7 @@
 """The user's own text files, as bytes."""
 
 import glob
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -24,11 +25,15 @@ def build(config: Config) -> Corpus:
     Raises:
         ConfigError: a pattern matches no file, or a file can't be read.
     """
-    files: set[Path] = set()
-    for pattern in config.paths:
-        found = [Path(name) for name in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
-        matches = [path for path in found if path.is_file()]
-        if not matches:
-            raise ConfigError(f"data.paths: {pattern!r} matches no file; paths are relative to {Path.cwd()}")
-        files.update(matches)
+    files = {file for pattern in config.paths for file in _files(pattern)}
     return read_bytes(sorted(files), config.held_out, key="data.paths")
+
+
+def _files(pattern: str) -> list[Path]:
+    """Absolute, so that a file named in two ways is one. A name that exists is itself, whatever characters are in it."""
+    wanted = os.path.abspath(os.path.expanduser(pattern))
+    found = [wanted] if os.path.isfile(wanted) else glob.glob(wanted, recursive=True)
+    files = [Path(name) for name in found if os.path.isfile(name)]
+    if not files:
+        raise ConfigError(f"data.paths: {pattern!r} matches no file; paths are relative to {Path.cwd()}")
+    return files

@@ -5,7 +5,7 @@ Shapes: B batch, T positions, D hidden, H query heads, K key-value heads, E head
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,22 +42,29 @@ class Config(ModelSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_sizes(cls, raw: dict) -> dict:
-        sizes = PRESETS.get(raw.get("preset", "quickstart"), {})
+    def _fill_sizes(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        sizes = PRESETS.get(str(raw.get("preset", "quickstart")), {})
         return {**raw, **{key: value for key, value in sizes.items() if not raw.get(key)}}
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "Config":
+        if self.hidden_size % 2:
+            raise ValueError(
+                f"model.hidden_size={self.hidden_size} is odd, and rotary embedding turns pairs; "
+                f"the nearest even size is {self.hidden_size + 1}"
+            )
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
             fitting = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % (2 * n) == 0]
             raise ValueError(
-                f"num_heads={self.num_heads} does not cut hidden_size={self.hidden_size} into heads of even size; "
+                f"model.num_heads={self.num_heads} does not cut model.hidden_size={self.hidden_size} into heads of even size; "
                 f"the nearest that does is {min(fitting, key=lambda n: abs(n - self.num_heads))}"
             )
         if self.num_heads % self.num_kv_heads:
             fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
                 f"sizes that do: {', '.join(map(str, fitting))}"
             )
         return self
