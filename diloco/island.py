@@ -13,7 +13,8 @@ from diloco.report import write_report
 from diloco.schedule import Schedule
 from islands import plugins
 from islands.fragments import Fragment, ParameterMover, schema_hash, schema_of, whole_model
-from islands.island import build_island, load_corpus, meta_model, parameter_dtype
+from islands.initialize import parameter_dtype
+from islands.island import build_island, load_corpus, meta_model
 from islands.mesh import check_grid
 from islands.process import is_first_rank, pick_device, process_group, world_size
 from islands.run import open_metrics
@@ -45,7 +46,7 @@ def run_island(config: RunConfig) -> None:
             metrics.write("event", what="address", detail=seat.address)
         outer_round = OuterRound(
             Schedule(config.train.steps, config.outer.sync_every, len(fragments)),
-            ParameterMover(island.model, fragments),
+            ParameterMover(island.model.parts, fragments),
             coordinator,
             metrics,
         )

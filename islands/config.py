@@ -43,13 +43,44 @@ class RunSection(Section):
         return str(Path(value).expanduser())
 
 
+class DdpSection(Section):
+    """Options of torch's DistributedDataParallel, for ``data_parallel_strategy: ddp`` without tensor or pipeline parallel."""
+
+    bucket_mb: int = Field(25, ge=1, description="megabytes of gradients that are reduced together")
+    gradient_as_bucket_view: bool = Field(True, description="gradients live in the buckets: saves a copy of all of them")
+    static_graph: bool = Field(False, description="promise that every step uses the same parameters in the same way")
+    find_unused_parameters: bool = Field(False, description="allow parameters that a forward pass does not use")
+
+
 class ParallelSection(Section):
     """How the ranks of one island divide the work."""
 
-    data_parallel_strategy: Literal["zero3"] = Field("zero3", description="what data-parallel ranks shard")
+    data_parallel_strategy: Literal["ddp", "zero1", "zero2", "zero3", "hybrid_shard"] = Field(
+        "zero3",
+        description="what data-parallel ranks shard: nothing; optimizer state; and gradients; and parameters; or, "
+        "hybrid_shard, as shard_strategy says inside groups of shard_size ranks and nothing across them",
+    )
     data_parallel_size: int = Field(-1, ge=-1, description="data-parallel ranks; -1: all that the other axes leave")
+    shard_size: int = Field(0, ge=0, description="hybrid_shard: ranks that shard among themselves, such as those of a node")
+    shard_strategy: Literal["zero2", "zero3"] = Field("zero3", description="hybrid_shard: what is sharded inside a group")
     tensor_parallel_size: Literal[1] = Field(1, description="ranks that share each matrix product")
     pipeline_parallel_size: Literal[1] = Field(1, description="stages that the layers are cut into")
+    cpu_offload: bool = Field(False, description="keep sharded parameters, gradients and optimizer state on the CPU")
+    ddp: DdpSection = DdpSection()
+
+    @model_validator(mode="after")
+    def _keys_belong_together(self) -> "ParallelSection":
+        hybrid = self.data_parallel_strategy == "hybrid_shard"
+        if hybrid and not self.shard_size:
+            raise ValueError("data_parallel_strategy=hybrid_shard needs shard_size: the ranks that shard among themselves")
+        if self.shard_size and not hybrid:
+            raise ValueError(
+                f"shard_size={self.shard_size} belongs to data_parallel_strategy=hybrid_shard, which here is "
+                f"{self.data_parallel_strategy}; drop shard_size or change the strategy"
+            )
+        if self.cpu_offload and self.data_parallel_strategy == "ddp":
+            raise ValueError("cpu_offload=true keeps shards on the CPU and ddp has none; use zero1, zero2, zero3 or hybrid_shard")
+        return self
 
 
 class OptimizerSection(PluginSection):
@@ -60,6 +91,19 @@ class OptimizerSection(PluginSection):
     schedule: Literal["cosine", "constant"] = Field("cosine", description="what follows the warmup")
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="cosine ends at this share of the peak")
     clip_norm: float = Field(1.0, ge=0, description="largest global gradient norm; 0: never clip")
+    batch_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="how lr grows with global_batch_size / reference_batch_size"
+    )
+    reference_batch_size: int = Field(0, ge=0, description="sequences for which lr was found; needed by batch_scaling")
+
+    @model_validator(mode="after")
+    def _scaling_has_a_reference(self) -> "OptimizerSection":
+        if (self.batch_scaling == "none") != (self.reference_batch_size == 0):
+            raise ValueError(
+                f"batch_scaling={self.batch_scaling} and reference_batch_size={self.reference_batch_size} go together: "
+                "give the batch size for which lr was found, or neither"
+            )
+        return self
 
 
 class DataSection(PluginSection):
@@ -80,6 +124,10 @@ class TrainSection(Section):
     global_batch_size: int = Field(..., ge=1, description="sequences in one inner step of one island")
     micro_batch_size: int = Field(0, ge=0, description="sequences in one forward pass of one rank; 0: all of its share")
     precision: Literal["fp32", "bf16", "fp64"] = Field("fp32", description="arithmetic; bf16 keeps fp32 master weights")
+    recompute: Literal["none", "full", "selective"] = Field(
+        "none", description="activations that are computed again in the backward pass: none, all, or all but matrix products"
+    )
+    compile: bool = Field(False, description="compile each block with torch.compile")
     eval_every: int = Field(0, ge=0, description="inner steps between evaluations; 0: only at start and end")
     eval_sequences: int = Field(64, ge=1, description="held-out sequences in one evaluation")
 

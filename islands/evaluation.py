@@ -3,12 +3,10 @@
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from islands.config_file import ConfigError
 from islands.data.base import num_samples, windows
-from islands.strategies.fsdp import reshard
-from islands.train_step import IGNORED, cross_entropy_sum
+from islands.forward_backward import IGNORED, ForwardBackward
 
 
 class Evaluation:
@@ -16,14 +14,13 @@ class Evaluation:
 
     Args:
         data_group: the ranks that share the work.
-        batch_size: sequences in one forward pass of one rank.
 
     Raises:
         ConfigError: the held-out text is too short for them.
     """
 
     def __init__(
-        self, held_out: np.ndarray, seq_len: int, sequences: int, batch_size: int, data_group: dist.ProcessGroup, device: torch.device
+        self, held_out: np.ndarray, seq_len: int, sequences: int, data_group: dist.ProcessGroup, device: torch.device
     ) -> None:
         available = num_samples(held_out, seq_len)
         if available < sequences:
@@ -37,14 +34,12 @@ class Evaluation:
         targets[rows >= sequences] = IGNORED
         mine = slice(data_group.rank(), None, ranks)
         self._inputs, self._targets = inputs[mine].to(device), targets[mine].to(device)
-        self._batch_size, self._group = batch_size, data_group
+        self._group = data_group
 
-    @torch.no_grad()
-    def __call__(self, model: nn.Module) -> float:
+    def __call__(self, model: ForwardBackward) -> float:
         """The loss of ``model`` as it is, equal on all ranks."""
-        total = torch.zeros(2, dtype=torch.float64, device=self._inputs.device)  # summed loss, tokens
-        for x, y in zip(self._inputs.split(self._batch_size), self._targets.split(self._batch_size), strict=True):
-            total += torch.stack([cross_entropy_sum(model(x), y).double(), (y != IGNORED).sum().double()])
-        reshard(model)
+        loss = model.evaluate(self._inputs, self._targets)
+        model.after_evaluation()
+        total = torch.stack([loss, (self._targets != IGNORED).sum().to(loss)])
         dist.all_reduce(total, group=self._group)
         return float(total[0] / total[1])

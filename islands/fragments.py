@@ -50,7 +50,7 @@ class Fragment:
 
 def schema_of(model: nn.Module) -> tuple[ParameterSpec, ...]:
     """Every parameter that trains, in the model's order. A model on the meta device serves."""
-    parameters = named_parameters(model).items()
+    parameters = named_parameters([model]).items()
     return tuple(ParameterSpec(name, tuple(p.shape)) for name, p in parameters if p.requires_grad)
 
 
@@ -87,9 +87,9 @@ class ParameterMover:
     Made and called on all ranks of the island alike. Sends to each rank only what it holds, and gathers each element once.
     """
 
-    def __init__(self, model: nn.Module, fragments: list[Fragment]) -> None:
-        self._model, self._fragments, self._rank = model, fragments, dist.get_rank()
-        mine = {name: _holding(name, parameter) for name, parameter in named_parameters(model).items()}
+    def __init__(self, parts: list[nn.Module], fragments: list[Fragment]) -> None:
+        self._parts, self._fragments, self._rank = parts, fragments, dist.get_rank()
+        mine = {name: _holding(name, parameter) for name, parameter in named_parameters(parts).items()}
         everyone: list[dict[str, _Region]] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         self._holders: dict[str, dict[_Region, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -169,10 +169,10 @@ class ParameterMover:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return next(self._model.parameters()).dtype
+        return next(self._parts[0].parameters()).dtype
 
     def _local(self, region: _Region) -> Tensor:
-        parameter = named_parameters(self._model)[region.parameter].detach()
+        parameter = named_parameters(self._parts)[region.parameter].detach()
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def _slot(self, flat: Tensor, fragment: int, region: _Region) -> Tensor:

@@ -1,10 +1,20 @@
 """The same weights on every mesh: each parameter is drawn from a generator seeded by its own name."""
 
 import hashlib
+from typing import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from islands.config import IslandConfig
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+
+
+def parameter_dtype(config: IslandConfig) -> torch.dtype:
+    """What parameters are kept in: fp32, also where bf16 computes."""
+    return _DTYPES[config.train.precision]
 
 
 def canonical_name(name: str) -> str:
@@ -14,26 +24,27 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by canonical name, in the model's own order; a tied one appears once."""
-    return {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+def named_parameters(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """Parameters of a rank's parts of the model, by canonical name, in the model's own order; a tied one appears once."""
+    return {canonical_name(name): parameter for part in parts for name, parameter in part.named_parameters()}
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Give a model built on the meta device its memory and weights.
+def initialize(parts: Iterable[nn.Module], device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    """Give a rank's parts of a model, built on the meta device, their memory and weights.
 
     A rank draws one whole parameter at a time on the CPU and keeps its shard, so the whole model never exists on one rank, and
     no mesh, device or order of modules changes a bit.
     """
-    model.to_empty(device=device)
-    model.tie_weights()  # to_empty gives every module a tensor of its own
-    model.init_buffers(device, dtype)
-    for name, parameter in named_parameters(model).items():
-        generator = torch.Generator().manual_seed(_seed_of(name, seed))
-        whole = torch.empty(parameter.shape, dtype=torch.float32)
-        model.init_parameter(name, generator, whole)
-        parameter.copy_(_like(whole.to(parameter.dtype), parameter))
+    for part in parts:
+        part.to_empty(device=device)
+        part.tie_weights()  # to_empty gives every module a tensor of its own
+        part.init_buffers(device, dtype)
+        for name, parameter in named_parameters([part]).items():
+            generator = torch.Generator().manual_seed(_seed_of(name, seed))
+            whole = torch.empty(parameter.shape, dtype=torch.float32)
+            part.init_parameter(name, generator, whole)
+            parameter.copy_(_like(whole.to(parameter.dtype), parameter))
 
 
 def _seed_of(name: str, seed: int) -> int:

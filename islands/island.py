@@ -12,24 +12,21 @@ from islands.config import IslandConfig
 from islands.config_file import ConfigError
 from islands.data.base import Batches, Corpus, Sampler, num_samples
 from islands.evaluation import Evaluation
-from islands.initialize import initialize
+from islands.initialize import parameter_dtype
 from islands.mesh import Grid, IslandMesh, build_mesh, check_grid
-from islands.parallelize import parallelize
+from islands.parallelize import ParallelModel, parallelize
 from islands.process import Process
 from islands.train_step import TrainStep
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-
-
-def parameter_dtype(config: IslandConfig) -> torch.dtype:
-    """What parameters are kept in: fp32, also where bf16 computes."""
-    return _DTYPES[config.train.precision]
-
 
 def meta_model(config: IslandConfig) -> nn.Module:
     """The whole model without memory: for its names and shapes, and to be sharded before it is filled."""
     with torch.device("meta"), _default_dtype(parameter_dtype(config)):
         return plugins.load("islands.models", config.model.type).build(config.model, config.data.seq_len)
+
+
+def num_parameters(config: IslandConfig) -> int:
+    """Of the whole model."""
+    return sum(parameter.numel() for parameter in meta_model(config).parameters())
 
 
 def load_corpus(config: IslandConfig) -> Corpus:
@@ -60,19 +57,14 @@ class Island:
     process: Process
     grid: Grid
     mesh: IslandMesh
-    model: nn.Module
+    model: ParallelModel
     train_step: TrainStep
     evaluation: Evaluation
     corpus: Corpus
 
-    @property
-    def num_parameters(self) -> int:
-        """Of the whole model."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
     def evaluate(self) -> float:
         """Held-out loss, in nats a token, of the parameters as they are."""
-        return self.evaluation(self.model)
+        return self.evaluation(self.model.forward_backward)
 
     def batches(self, slot: int = 0, max_slots: int = 1) -> Batches:
         """The training batches of an island in ``slot``."""
@@ -93,22 +85,18 @@ def build_island(config: IslandConfig, process: Process, corpus: Corpus) -> Isla
     train = config.train
     grid = check_grid(config, process.world_size)
     mesh = build_mesh(grid, process)
-    model = meta_model(config)
-    parallelize(model, mesh, config)
-    initialize(model, process.device, parameter_dtype(config), config.run.seed)
-    optimizer = plugins.build("islands.optimizers", config.optimizer, model.parameters())
+    model = parallelize(meta_model(config), grid, mesh, process, config)
+    parameters = [parameter for part in model.parts for parameter in part.parameters()]
+    optimizer = plugins.build("islands.optimizers", config.optimizer, parameters)
     data_group = mesh.data.get_group()
-    batch_size = train.micro_batch_size or train.global_batch_size // grid.data
     return Island(
         config,
         process,
         grid,
         mesh,
         model,
-        TrainStep(model, optimizer, data_group, train.micro_batch_size, config.optimizer.clip_norm),
-        Evaluation(
-            corpus.held_out, config.data.seq_len, train.eval_sequences, batch_size, data_group, process.device
-        ),
+        TrainStep(model, optimizer, data_group, config.optimizer.clip_norm),
+        Evaluation(corpus.held_out, config.data.seq_len, train.eval_sequences, data_group, process.device),
         corpus,
     )
 

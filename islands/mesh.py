@@ -68,7 +68,16 @@ def check_grid(config: IslandConfig, world_size: int) -> Grid:
             f"train.micro_batch_size: {micro} does not divide the {share} sequences of each rank; "
             f"sizes that do: {', '.join(map(str, fitting))}"
         )
-    return Grid(pipeline=parallel.pipeline_parallel_size, replicate=1, shard=data, tensor=parallel.tensor_parallel_size)
+    shard = {"ddp": 1, "hybrid_shard": parallel.shard_size}.get(parallel.data_parallel_strategy, data)
+    if data % shard:
+        fitting = [size for size in range(1, data + 1) if data % size == 0]
+        raise ConfigError(
+            f"parallel.shard_size: {shard} does not divide the {data} data-parallel ranks; "
+            f"sizes that do: {', '.join(map(str, fitting))}"
+        )
+    return Grid(
+        pipeline=parallel.pipeline_parallel_size, replicate=data // shard, shard=shard, tensor=parallel.tensor_parallel_size
+    )
 
 
 def _nearest_grids(world_size: int, model_ranks: int) -> str:

@@ -1,12 +1,62 @@
 """Apply the strategies to a model, in the one order that works."""
 
+from dataclasses import dataclass
+from typing import Collection
+
+import torch.distributed as dist
 from torch import nn
 
 from islands.config import IslandConfig
-from islands.mesh import IslandMesh
-from islands.strategies import fsdp
+from islands.forward_backward import ForwardBackward, WholeModel
+from islands.initialize import initialize, parameter_dtype
+from islands.mesh import Grid, IslandMesh
+from islands.process import Process
+from islands.strategies import ddp, fsdp, recompute
+from islands.strategies.base import DataParallel
 
 
-def parallelize(model: nn.Module, mesh: IslandMesh, config: IslandConfig) -> None:
-    """Turn a single-device ``model`` on the meta device into this rank's part, in place. Weights are filled afterwards."""
-    fsdp.shard_model(model, mesh.root["shard"], config.train.precision)
+@dataclass(frozen=True)
+class ParallelModel:
+    """A rank's part of the model.
+
+    Attributes:
+        parts: modules whose parameters have the names they have in the whole model; one, or one a pipeline stage.
+        pipeline_group: ranks that hold the other stages; None where this rank holds all layers.
+        counted_elsewhere: parameters here that are copies of another stage's.
+    """
+
+    parts: list[nn.Module]
+    forward_backward: ForwardBackward
+    pipeline_group: dist.ProcessGroup | None = None
+    counted_elsewhere: Collection[nn.Parameter] = ()
+
+
+def parallelize(model: nn.Module, grid: Grid, mesh: IslandMesh, process: Process, config: IslandConfig) -> ParallelModel:
+    """Turn the whole ``model`` on the meta device into this rank's part, filled with its weights.
+
+    The order matters: recomputation wraps what tensor parallelism has cut, compilation sees what is recomputed, and sharding wraps
+    compiled blocks. Only DistributedDataParallel wants weights to be there already.
+    """
+    train = config.train
+    if train.recompute != "none":
+        recompute.recompute_blocks(model, train.recompute)
+    if train.compile:
+        for block in model.blocks.values():
+            block.compile()
+    wrapped = _data_parallel(model, grid, mesh, config)
+    initialize([model], process.device, parameter_dtype(config), config.run.seed)
+    if wrapped is None:
+        wrapped = ddp.wrap_model(model, mesh.data.get_group(), config.parallel.ddp, train.precision, process.device)
+    micro_batch_size = train.micro_batch_size or train.global_batch_size // grid.data
+    return ParallelModel([model], WholeModel(wrapped, micro_batch_size))
+
+
+def _data_parallel(model: nn.Module, grid: Grid, mesh: IslandMesh, config: IslandConfig) -> DataParallel | None:
+    """Shard ``model`` over the data axes; None for ``ddp``, which wraps it later."""
+    parallel, strategy = config.parallel, config.parallel.data_parallel_strategy
+    if strategy == "ddp":
+        return None
+    axes = mesh.root["shard"]
+    if strategy == "hybrid_shard":
+        strategy, axes = parallel.shard_strategy, mesh.root["replicate", "shard"]
+    return fsdp.shard_model(model, axes, strategy, config.train.precision, parallel.cpu_offload)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from islands.config import IslandConfig
 from islands.config_file import dump_config
-from islands.island import Island, build_island, load_corpus
+from islands.island import Island, build_island, load_corpus, num_parameters
 from islands.mesh import check_grid
 from islands.metrics import Metrics
 from islands.process import pick_device, process_group, world_size
@@ -36,7 +36,7 @@ def open_metrics(island: Island, slot: int) -> Metrics:
         (folder / "config.resolved.yaml").write_text(dump_config(config))
     metrics = Metrics(folder / f"island-{slot}", slot, first, config.run.tensorboard)
     detail = dict(
-        parameters=island.num_parameters,
+        parameters=num_parameters(config),
         ranks=process.world_size,
         grid=str(island.grid),
         device=str(process.device.type),

@@ -35,7 +35,7 @@ def train(island: Island, batches: Batches, metrics: Metrics, hooks: Sequence[St
     for step in range(1, train_config.steps + 1):
         started = time.monotonic()
         inputs, targets = batches[step - 1]
-        lr = learning_rate(island.config.optimizer, step - 1, train_config.steps)
+        lr = learning_rate(island.config.optimizer, step - 1, train_config.steps, train_config.global_batch_size)
         result = island.train_step(inputs.to(device), targets.to(device), lr)
         seconds = time.monotonic() - started
         stall = sum(hook.after_step(step, result.tokens) for hook in hooks)

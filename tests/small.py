@@ -11,8 +11,8 @@ from diloco.config import RunConfig
 from islands import plugins
 from islands.config_file import parse_config
 from islands.data.base import Corpus
-from islands.initialize import initialize, named_parameters
-from islands.island import Island, meta_model, parameter_dtype
+from islands.initialize import initialize, named_parameters, parameter_dtype
+from islands.island import Island, meta_model
 
 VOCAB = 257
 
@@ -42,14 +42,14 @@ def whole_parameters(island: Island) -> dict[str, Tensor]:
     """Every parameter, whole, on every rank."""
     return {
         name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
-        for name, parameter in named_parameters(island.model).items()
+        for name, parameter in named_parameters(island.model.parts).items()
     }
 
 
 def plain_model(config: RunConfig) -> torch.nn.Module:
     """The model on one device, wrapped by nothing."""
     model = meta_model(config)
-    initialize(model, torch.device("cpu"), parameter_dtype(config), config.run.seed)
+    initialize([model], torch.device("cpu"), parameter_dtype(config), config.run.seed)
     return model
 
 
@@ -68,4 +68,4 @@ def plain_training(config: RunConfig, batches: list[tuple[Tensor, Tensor]], rate
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-    return dict(losses=losses, norms=norms, parameters={n: p.detach() for n, p in named_parameters(model).items()})
+    return dict(losses=losses, norms=norms, parameters={n: p.detach() for n, p in named_parameters([model]).items()})

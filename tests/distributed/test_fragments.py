@@ -28,13 +28,13 @@ def move(process: Process, owner: int, bucket_bytes: int) -> dict[str, object]:
     islands.fragments.BUCKET_BYTES = bucket_bytes
     island = build_island(small_config(), process, small_corpus())
     fragments, mine = halves(), process.rank == owner
-    mover = ParameterMover(island.model, fragments)
+    mover = ParameterMover(island.model.parts, fragments)
     vectors = [torch.zeros(f.numel, dtype=torch.float64) if mine else None for f in fragments]
     for index, vector in enumerate(vectors):
         mover.gather(index, owner, vector)
     before = whole_parameters(island)
     with torch.no_grad():
-        for parameter in island.model.parameters():
+        for parameter in island.model.parts[0].parameters():
             parameter.zero_()
     for index, vector in enumerate(vectors):
         mover.scatter(index, owner, vector)
@@ -46,7 +46,7 @@ def move(process: Process, owner: int, bucket_bytes: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("world_size, owner, bucket_bytes", [(1, 0, 64 << 20), (2, 1, 64 << 20), (4, 0, 5000)])
 def test_gather_then_scatter_is_bit_identical(ranks: RankPool, world_size: int, owner: int, bucket_bytes: int) -> None:
-    initial = {name: p.detach() for name, p in named_parameters(plain_model(small_config())).items()}
+    initial = {name: p.detach() for name, p in named_parameters([plain_model(small_config())]).items()}
     results = ranks.run(move, world_size, owner, bucket_bytes)
     for index, fragment in enumerate(halves()):
         assert torch.equal(results[owner]["vectors"][index], flat(initial, fragment))
@@ -60,7 +60,7 @@ def test_gather_then_scatter_is_bit_identical(ranks: RankPool, world_size: int, 
 def test_every_parameter_belongs_to_one_fragment() -> None:
     model = meta_model(small_config())
     (whole,) = islands.fragments.whole_model(schema_of(model))
-    assert [spec.name for spec in whole.parameters] == list(named_parameters(model))
+    assert [spec.name for spec in whole.parameters] == list(named_parameters([model]))
     assert whole.numel == sum(parameter.numel() for parameter in model.parameters())
     model.norm.weight.requires_grad_(False)  # a frozen parameter is left out, and shifts no other
     assert "norm.weight" not in [spec.name for spec in schema_of(model)]
@@ -68,7 +68,7 @@ def test_every_parameter_belongs_to_one_fragment() -> None:
 
 def unknown_placement(process: Process) -> None:
     island = build_island(small_config(), process, small_corpus())
-    ParameterMover(island.model, [Fragment("all", (islands.fragments.ParameterSpec("norm.weight", (33,)),))])
+    ParameterMover(island.model.parts, [Fragment("all", (islands.fragments.ParameterSpec("norm.weight", (33,)),))])
 
 
 def test_a_schema_that_does_not_fit_the_model_is_refused(ranks: RankPool) -> None:

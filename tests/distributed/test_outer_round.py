@@ -17,7 +17,8 @@ from diloco.schedule import Schedule
 from islands import plugins
 from islands.data.base import Sampler, num_samples, windows
 from islands.fragments import ParameterMover, schema_of, whole_model
-from islands.island import Island, build_island, meta_model, parameter_dtype
+from islands.initialize import parameter_dtype
+from islands.island import Island, build_island, meta_model
 from islands.metrics import Metrics
 from islands.process import Process
 from islands.train_loop import train
@@ -45,7 +46,7 @@ def outer_round(island: Island, exchange: Callable[[OuterState], Any], metrics: 
         state = OuterState([fragment.numel for fragment in fragments], optimizer, parameter_dtype(config))
         coordinator = Coordinator(exchange(state), state)
     schedule = Schedule(config.train.steps, config.outer.sync_every, len(fragments))
-    hook = OuterRound(schedule, ParameterMover(island.model, fragments), coordinator, metrics)
+    hook = OuterRound(schedule, ParameterMover(island.model.parts, fragments), coordinator, metrics)
     hook.start()
     return hook
 
@@ -179,7 +180,7 @@ def losses_of_bare_steps(process: Process) -> tuple[list[float], float]:
     from islands.learning_rate import learning_rate
 
     island = build_island(small_config(), process, small_corpus())
-    batches, rates = island.batches(), [learning_rate(island.config.optimizer, step, 5) for step in range(5)]
+    batches, rates = island.batches(), [learning_rate(island.config.optimizer, step, 5, 8) for step in range(5)]
     return [island.train_step(*batches[step], rates[step]).loss for step in range(5)], island.evaluate()
 
 

@@ -22,7 +22,7 @@ def train_island(process: Process, overrides: dict[str, Any]) -> dict[str, Any]:
     island, steps = build_island(config, process, small_corpus()), config.train.steps
     batches = island.batches()
     results = [
-        island.train_step(*batches[step], learning_rate(config.optimizer, step, steps)) for step in range(steps)
+        island.train_step(*batches[step], learning_rate(config.optimizer, step, steps, 8)) for step in range(steps)
     ]
     return dict(
         losses=[result.loss for result in results],
@@ -38,7 +38,7 @@ def reference(overrides: dict[str, Any]) -> dict[str, Any]:
     config, corpus = small_config(**overrides), small_corpus()
     seq_len, size, steps = config.data.seq_len, config.train.global_batch_size, config.train.steps
     batches = Batches(corpus.train, seq_len, size, Sampler(num_samples(corpus.train, seq_len), config.run.seed), 0, 1)
-    rates = [learning_rate(config.optimizer, step, steps) for step in range(steps)]
+    rates = [learning_rate(config.optimizer, step, steps, 8) for step in range(steps)]
     return plain_training(config, [batches[step] for step in range(steps)], rates)
 
 
@@ -65,7 +65,7 @@ def bf16_losses(process: Process) -> tuple[list[float], set[torch.dtype]]:
     island = build_island(config, process, small_corpus())
     batches = island.batches()
     losses = [island.train_step(*batches[step], 1e-3).loss for step in range(5)]
-    return losses, {parameter.dtype for parameter in island.model.parameters()}
+    return losses, {parameter.dtype for parameter in island.model.parts[0].parameters()}
 
 
 def test_bf16_keeps_fp32_weights_and_follows_fp32(ranks: RankPool) -> None:
@@ -84,7 +84,7 @@ def skipped_step(process: Process) -> tuple[bool, bool]:
     before = whole_parameters(island)
     inputs, targets = island.batches()[0]
     with torch.no_grad():
-        next(island.model.parameters()).to_local().fill_(float("nan") if process.rank == 0 else 0.0)
+        next(island.model.parts[0].parameters()).to_local().fill_(float("nan") if process.rank == 0 else 0.0)
     broken = whole_parameters(island)
     result = island.train_step(inputs, targets, 1e-3)
     after = whole_parameters(island)
