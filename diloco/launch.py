@@ -3,8 +3,10 @@
 import contextlib
 import hashlib
 import ipaddress
+import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,6 +42,11 @@ _TIED_TO_PARENT = (
     "os.getppid() == int(sys.argv[1]) or sys.exit('the launcher is gone'); "
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
+
+#: The line with which torchrun begins its account of how its ranks ended: pages that repeat what they said themselves,
+#: but for the exit code of the rank that failed first.
+_TORCHRUN_ENDS = re.compile(r"[WE]\d{4} \S+ \d+ \S*torch/distributed/elastic/multiprocessing/api\.py")
+_FIRST_EXIT_CODE = re.compile(r"Root Cause.*?exitcode *: (-?\d+)", re.DOTALL)
 
 #: Makes the command of one island: (ranks, configuration file, overrides) -> argv.
 IslandCommand = Callable[[int, Path, Sequence[str]], list[str]]
@@ -89,11 +96,14 @@ class _Island:
     progress: IslandProgress
     log: LineTail
     rows: RowTail
+    ending: bool = False
 
     def show_news(self, view: View) -> None:
         """Hand on what the island printed and recorded since the last call."""
         for line in self.log.read():
-            view.line(self.number, line)
+            self.ending = self.ending or bool(_TORCHRUN_ENDS.match(line))
+            if not self.ending:
+                view.line(self.number, line)
         for row in self.rows.read():
             if notice := self.progress.apply(row):
                 view.notice(self.number, notice)
@@ -366,10 +376,12 @@ def _tell_ending(plan: LaunchPlan, ending: _Ending) -> int:
     if ending.failed is None:
         print_summary(plan.run_dir, write_report(plan.run_dir))
         return 0
-    number, code = ending.failed.number, ending.failed.process.returncode
+    number, log = ending.failed.number, log_file(plan.run_dir, ending.failed.number)
+    printed = log.read_text(errors="replace")
+    first_failure = _FIRST_EXIT_CODE.search(printed)
+    code = int(first_failure[1]) if first_failure else ending.failed.process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    log = log_file(plan.run_dir, number)
-    last_lines = log.read_text(errors="replace").splitlines()[-LOG_LINES_AFTER_FAILURE:]
-    print(f"\nIsland {number} {how}, so the other islands were ended. The end of {log}:", file=sys.stderr)
-    print("\n".join(f"  {line}" for line in last_lines), file=sys.stderr)
+    lines = list(itertools.takewhile(lambda line: not _TORCHRUN_ENDS.match(line), printed.splitlines()))
+    print(f"\nIsland {number} {how}, so all islands were ended. The end of {log}:", file=sys.stderr)
+    print("\n".join(f"  {line}" for line in lines[-LOG_LINES_AFTER_FAILURE:]), file=sys.stderr)
     return 128 - code if code < 0 else code

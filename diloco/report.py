@@ -208,7 +208,7 @@ def _summary_lines(run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
     return [
         ("eval loss", f"{_loss(summary['eval_loss_start'])} → {_loss(summary['eval_loss'])} nats per token"),
         ("trained", f"{summary['tokens']:,} tokens in {_seconds(summary['wall_seconds'])}{speed}, {_islands(summary)}"),
-        ("computing", "unknown" if utilization is None else f"{utilization:.1%} of the time, else awaiting the exchange"),
+        ("computing", "unknown" if utilization is None else f"{utilization:.1%} of the time, else waiting for others"),
         ("sent", traffic),
         ("rounds", rounds),
         ("digests", agree.get(summary["digests_agree"], "[bold white on red] DIFFERENT: the islands do not agree [/]")),

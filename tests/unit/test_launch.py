@@ -130,6 +130,27 @@ def test_one_failing_island_ends_all_and_gives_its_exit_code(tmp_path, fake, cap
     _await_ends(_pids(tmp_path / "run", islands=2), seconds=0.5)
 
 
+TORCHRUN_SAYS = """\
+E1129 17:14:55.845000 8419 .venv/lib/torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2)
+Traceback (most recent call last):
+  Root Cause (first observed failure):
+  [0]:
+    time      : 2026-01-01_00:00:00
+    exitcode  : {code} (pid: 8424)
+"""
+
+
+@pytest.mark.parametrize(("code", "returned", "told"), [(2, 2, "exit code 2"), (-9, 137, "SIGKILL")])
+def test_the_rank_that_failed_is_told_and_not_how_torchrun_ended(tmp_path, capfd, code, returned, told):
+    script = f"import sys; print('peer does not answer'); print({TORCHRUN_SAYS.format(code=code)!r}); sys.exit(1)"
+    command = lambda *_: [sys.executable, "-S", "-c", script]  # noqa: E731
+    assert launch(QUICKSTART, [f"run.dir={tmp_path / 'run'}", *ON_CPU], 1, command) == returned
+    printed = capfd.readouterr()
+    assert f"{told}, so all islands were ended" in printed.err and "  peer does not answer\n" in printed.err
+    assert "Traceback" not in printed.err + printed.out
+    assert "Traceback" in (tmp_path / "run" / "island-0" / "log.txt").read_text()
+
+
 def _start_launcher(tmp_path: Path, what: str) -> subprocess.Popen[bytes]:
     code = (
         "import sys, pathlib; from diloco.launch import launch; what, script, *rest = sys.argv[1:]; "
