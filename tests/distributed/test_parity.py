@@ -8,6 +8,7 @@ from rank_pool import RankPool
 from small import plain_training, small_config, small_corpus, whole_parameters
 
 from islands.data.base import Batches, Sampler, num_samples
+from islands.forward_backward import IGNORED
 from islands.island import build_island
 from islands.learning_rate import learning_rate
 from islands.process import Process
@@ -16,14 +17,21 @@ from islands.process import Process
 TOLERANCE = 1e-10
 
 
-def train_island(process: Process, overrides: dict[str, Any]) -> dict[str, Any]:
+#: The batch: 12 sequences, so that 4 ranks can run 3 micro-batches each.
+BATCH = 12
+
+
+def train_island(process: Process, overrides: dict[str, Any], padded: bool) -> dict[str, Any]:
     """Five steps; losses and norms as this rank reports them, and the whole parameters."""
     config = small_config(**overrides)
     island, steps = build_island(config, process, small_corpus()), config.train.steps
-    batches = island.batches()
-    results = [
-        island.train_step(*batches[step], learning_rate(config.optimizer, step, steps, 8)) for step in range(steps)
-    ]
+    batches, data = island.batches(), island.mesh.data
+    share, results = BATCH // data.size(), []
+    for step in range(steps):
+        inputs, targets = batches[step]
+        if padded:
+            targets[pad_mask(step)[data.get_local_rank() * share :][:share]] = IGNORED
+        results.append(island.train_step(inputs, targets, learning_rate(config.optimizer, step, steps, BATCH)))
     return dict(
         losses=[result.loss for result in results],
         norms=[result.grad_norm for result in results],
@@ -33,13 +41,22 @@ def train_island(process: Process, overrides: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def reference(overrides: dict[str, Any]) -> dict[str, Any]:
+def pad_mask(step: int) -> torch.Tensor:
+    """Which of the (12, 16) targets are padding: more of them in later sequences, so that ranks have unequal counts."""
+    draw = torch.rand(BATCH, 16, generator=torch.Generator().manual_seed(step))
+    return draw < torch.linspace(0.0, 0.9, BATCH)[:, None]
+
+
+def reference(overrides: dict[str, Any], padded: bool) -> dict[str, Any]:
     """The same steps in this process, on whole batches."""
     config, corpus = small_config(**overrides), small_corpus()
-    seq_len, size, steps = config.data.seq_len, config.train.global_batch_size, config.train.steps
-    batches = Batches(corpus.train, seq_len, size, Sampler(num_samples(corpus.train, seq_len), config.run.seed), 0, 1)
-    rates = [learning_rate(config.optimizer, step, steps, 8) for step in range(steps)]
-    return plain_training(config, [batches[step] for step in range(steps)], rates)
+    seq_len, steps = config.data.seq_len, config.train.steps
+    batches = Batches(corpus.train, seq_len, BATCH, Sampler(num_samples(corpus.train, seq_len), config.run.seed), 0, 1)
+    rates = [learning_rate(config.optimizer, step, steps, BATCH) for step in range(steps)]
+    whole = [batches[step] for step in range(steps)]
+    if padded:
+        whole = [(x, y.masked_fill(pad_mask(step), IGNORED)) for step, (x, y) in enumerate(whole)]
+    return plain_training(config, whole, rates)
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -47,17 +64,69 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("train", [{}, {"micro_batch_size": 1}], ids=["whole", "accumulated"])
-@pytest.mark.parametrize("model", [{}, {"tied_embeddings": True}], ids=["untied", "tied"])
-def test_zero3_equals_one_process(ranks: RankPool, world_size: int, train: dict, model: dict) -> None:
-    overrides = dict(train=train, model=model)
-    expected = reference(overrides)
-    for rank in ranks.run(train_island, world_size, overrides):
+def check_parity(ranks: RankPool, world_size: int, padded: bool = False, **overrides: dict[str, Any]) -> None:
+    """Losses, gradient norms and parameters of every rank against one process."""
+    overrides["train"] = dict(global_batch_size=BATCH) | overrides.get("train", {})
+    expected = reference(overrides, padded)
+    for rank in ranks.run(train_island, world_size, overrides, padded):
         assert rank["losses"] == pytest.approx(expected["losses"], abs=TOLERANCE)
         assert rank["norms"] == pytest.approx(expected["norms"], abs=TOLERANCE)
         assert largest_difference(rank["parameters"], expected["parameters"]) < TOLERANCE
         assert rank["evaluation"] == rank["again"]  # an evaluation leaves the model as it was
+
+
+GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, dict(data_parallel_strategy="zero3")),
+    "one rank ddp": (1, dict(data_parallel_strategy="ddp")),
+    "ddp 2": (2, dict(data_parallel_strategy="ddp")),
+    "ddp 4": (4, dict(data_parallel_strategy="ddp")),
+    "zero1 2": (2, dict(data_parallel_strategy="zero1")),
+    "zero2 2": (2, dict(data_parallel_strategy="zero2")),
+    "zero2 4": (4, dict(data_parallel_strategy="zero2")),
+    "zero3 2": (2, dict(data_parallel_strategy="zero3")),
+    "zero3 4": (4, dict(data_parallel_strategy="zero3")),
+    "hybrid 2x2": (4, dict(data_parallel_strategy="hybrid_shard", shard_size=2)),
+    "hybrid 2x2 zero2": (4, dict(data_parallel_strategy="hybrid_shard", shard_size=2, shard_strategy="zero2")),
+}
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 1], ids=["whole", "accumulated"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_grid_equals_one_process(ranks: RankPool, grid: str, micro_batch_size: int) -> None:
+    world_size, parallel = GRIDS[grid]
+    check_parity(ranks, world_size, parallel=parallel, train=dict(micro_batch_size=micro_batch_size))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_tied_embeddings(ranks: RankPool, strategy: str) -> None:
+    check_parity(ranks, 2, parallel=dict(data_parallel_strategy=strategy), model=dict(tied_embeddings=True))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_padding_spread_unevenly_over_ranks(ranks: RankPool, strategy: str) -> None:
+    check_parity(
+        ranks, 4, padded=True, parallel=dict(data_parallel_strategy=strategy), train=dict(micro_batch_size=1)
+    )
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_recompute(ranks: RankPool, mode: str, strategy: str) -> None:
+    check_parity(
+        ranks, 2, parallel=dict(data_parallel_strategy=strategy), train=dict(recompute=mode, micro_batch_size=2)
+    )
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_cpu_offload(ranks: RankPool, strategy: str) -> None:
+    check_parity(ranks, 2, parallel=dict(data_parallel_strategy=strategy, cpu_offload=True))
+
+
+@pytest.mark.parametrize("options", [dict(static_graph=True), dict(find_unused_parameters=True), dict(gradient_as_bucket_view=False)])
+def test_options_of_ddp(ranks: RankPool, options: dict[str, bool]) -> None:
+    check_parity(
+        ranks, 2, parallel=dict(data_parallel_strategy="ddp", ddp=options), train=dict(micro_batch_size=2)
+    )
 
 
 def bf16_losses(process: Process) -> tuple[list[float], set[torch.dtype]]:
