@@ -18,10 +18,10 @@ class Metrics:
         self._island, self._file, self._board = island, None, None
         if not enabled:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("w", buffering=1)  # a reader sees whole lines
         if tensorboard:
             self._board = _summary_writer(folder.parent / "tensorboard" / folder.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("w", buffering=1)  # a reader sees whole lines
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a row and, for the person who watches, a line."""
