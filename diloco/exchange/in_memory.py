@@ -2,16 +2,19 @@
 
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
 from diloco.config import ExchangeSection, RunConfig
 from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat
-from diloco.outer_state import OuterState
+from diloco.outer_state import FragmentState, OuterState
 from diloco.pseudo_gradient import Health, cosine, pseudo_gradient
 from diloco.reduction import Codec, chunk_slice, num_chunks, reduce_chunk
 from islands import plugins
+
+_NOT_FINITE = "own pseudo-gradient is not finite"
 
 
 class Config(ExchangeSection):
@@ -20,75 +23,107 @@ class Config(ExchangeSection):
     type: Literal["in_memory"] = "in_memory"
 
 
+@dataclass
+class _Round:
+    """One attempt at a round: what islands answer; and, once it is decided, the mean or the reason why there is none."""
+
+    offers: dict[int, tuple[list[Tensor], float]] = field(default_factory=dict)
+    passed: set[int] = field(default_factory=set)
+    withdrawn: set[int] = field(default_factory=set)
+    decided: bool = False
+    members: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    mean: list[Tensor] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def answered(self) -> set[int]:
+        """Slots that offered something, or said that they won't."""
+        return self.offers.keys() | self.passed
+
+    def withdraw(self, slot: int) -> None:
+        """Take back what ``slot`` said: it waits no longer."""
+        self.withdrawn.add(slot)
+        self.offers.pop(slot, None)
+        self.passed.discard(slot)
+
+
 class Hub:
     """Where the islands of one process meet. Thread-safe; tensors are shared, never copied."""
 
     def __init__(self, num_islands: int) -> None:
         self.condition = threading.Condition()
         self.expected = set(range(num_islands))
-        self.offers: dict[tuple[int, int], dict[int, tuple[list[Tensor], float]]] = {}
-        self.means: dict[tuple[int, int], list[Tensor]] = {}
+        self._open: dict[tuple[int, int], _Round] = {}
+
+    def open_round(self, fragment: int, height: int) -> _Round:
+        """The round that is not decided yet; a new one if there is none. Called with the condition held."""
+        if self._open.get((fragment, height), _DECIDED).decided:
+            self._open = {key: other for key, other in self._open.items() if not other.decided}
+            self._open[fragment, height] = _Round()
+        return self._open[fragment, height]
+
+
+_DECIDED = _Round(decided=True)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """What an island keeps from launch to outcome."""
+
+    round: _Round
+    health: Health
+    started: float
 
 
 class InMemoryExchange:
     """One island's end of a :class:`Hub`. The same encoding, order and reduction as between machines."""
 
-    def __init__(self, hub: Hub, slot: int, state: OuterState, codec: Codec, round_deadline: float) -> None:
+    def __init__(
+        self, hub: Hub, slot: int, state: OuterState, codec: Codec, round_deadline: float, min_islands: int = 1
+    ) -> None:
         self._hub, self._slot, self._state, self._codec = hub, slot, state, codec
-        self._deadline = round_deadline
-        self._launched: dict[int, tuple[float, Health]] = {}
+        self._deadline, self._min_islands = round_deadline, min_islands
+        self._launched: dict[int, _Launched] = {}
 
     def join(self) -> Seat:
         """See :class:`diloco.exchange.base.Exchange`."""
         return Seat(self._slot)
 
     def launch(self, fragment: int, weight: float) -> None:
-        """See :class:`diloco.exchange.base.Exchange`."""
-        state = self._state.fragments[fragment]
+        """See :class:`diloco.exchange.base.Exchange`. What is not finite is not offered, and the others don't wait for it."""
+        started, state = time.monotonic(), self._state.fragments[fragment]
         health = pseudo_gradient(state.anchor, state.local, out=state.local)
-        self._launched[fragment] = (time.monotonic(), health)
-        pieces = [state.local[chunk_slice(state.numel, index)] for index in range(num_chunks(state.numel))]
+        encoded = [self._codec.encode(state.local[piece]) for piece in _chunks(state.numel)] if health.finite else []
         with self._hub.condition:
+            meeting = self._hub.open_round(fragment, state.height)
+            self._launched[fragment] = _Launched(meeting, health, started)
             if health.finite:
-                key = (fragment, state.height)
-                encoded = [self._codec.encode(piece) for piece in pieces]
-                self._hub.offers.setdefault(key, {})[self._slot] = (encoded, weight)
+                meeting.offers[self._slot] = encoded, weight
+            else:
+                meeting.passed.add(self._slot)
             self._hub.condition.notify_all()
 
     def outcome(self, fragment: int) -> RoundOutcome:
         """See :class:`diloco.exchange.base.Exchange`."""
-        state = self._state.fragments[fragment]
-        started, health = self._launched.pop(fragment)
-        key = (fragment, state.height)
-        if not health.finite:
-            return RoundOutcome("skipped", fragment, state.height, reason="own pseudo-gradient is not finite")
-        with self._hub.condition:
-            offers = self._hub.offers[key]
-            everyone = self._hub.condition.wait_for(lambda: offers.keys() >= self._hub.expected, self._deadline)
-            if not everyone:
-                missing = sorted(self._hub.expected - offers.keys())
-                offers.pop(self._slot, None)
-                reason = f"islands {missing} offered nothing within {self._deadline:g} s"
-                return RoundOutcome("skipped", fragment, state.height, reason=reason)
-            members = sorted(offers)
-            weights = tuple(offers[slot][1] for slot in members)
-            if key not in self._hub.means:
-                self._hub.means[key] = self._reduce([offers[slot][0] for slot in members], weights, fragment)
-                before = (fragment, state.height - 1)  # all have moved on from it, or they would not be here
-                self._hub.offers.pop(before, None)
-                self._hub.means.pop(before, None)
-            mean = self._decode(self._hub.means[key], fragment)
-        similarity = cosine(state.local, mean)
-        digest = state.stage(mean)
-        state.commit()
+        state, launched = self._state.fragments[fragment], self._launched.pop(fragment)
+        meeting, health = launched.round, launched.health
+        reason = self._wait_for_decision(meeting, state) or meeting.reason
+        similarity, digest = 0.0, ""
+        if not reason:
+            mean = self._decode(meeting.mean, state)
+            similarity = cosine(state.local, mean) if health.finite else 0.0
+            digest = state.stage(mean)
+            state.commit()
         return RoundOutcome(
-            "committed",
+            "skipped" if reason else "committed" if health.finite else "left_out",
             fragment,
             state.height,
-            tuple(members),
-            weights,
+            () if reason else meeting.members,
+            () if reason else meeting.weights,
+            reason=reason if reason or health.finite else _NOT_FINITE,
             digest=digest,
-            exchange_seconds=time.monotonic() - started,
+            exchange_seconds=time.monotonic() - launched.started,
             pseudo_gradient_norm=health.norm,
             cosine=similarity,
         )
@@ -103,24 +138,46 @@ class InMemoryExchange:
             self._hub.expected.discard(self._slot)
             self._hub.condition.notify_all()
 
-    def _reduce(self, encoded: list[list[Tensor]], weights: tuple[float, ...], fragment: int) -> list[Tensor]:
-        state = self._state.fragments[fragment]
-        return [
-            reduce_chunk(self._codec, chunk, weights, self._chunk_numel(fragment, index), state.dtype)
-            for index, chunk in enumerate(zip(*encoded, strict=True))
-        ]
+    def _wait_for_decision(self, meeting: _Round, state: FragmentState) -> str:
+        """Wait until all have answered; whoever sees it first decides for all. Returns why it gave up, or nothing."""
+        with self._hub.condition:
 
-    def _decode(self, encoded: list[Tensor], fragment: int) -> Tensor:
-        state = self._state.fragments[fragment]
+            def complete() -> bool:
+                return meeting.decided or meeting.answered >= self._hub.expected
+
+            if not self._hub.condition.wait_for(complete, self._deadline):
+                missing = sorted(self._hub.expected - meeting.answered - meeting.withdrawn)
+                meeting.withdraw(self._slot)
+                return f"islands {missing} offered nothing within {self._deadline:g} s"
+            if not meeting.decided:
+                self._decide(meeting, state)
+                self._hub.condition.notify_all()  # one of them may have waited for an island that left
+            return ""
+
+    def _decide(self, meeting: _Round, state: FragmentState) -> None:
+        meeting.decided, members = True, sorted(meeting.offers)
+        if not members:
+            meeting.reason = _NOT_FINITE
+        elif len(members) < self._min_islands:
+            meeting.reason = f"only islands {members} offered something; exchange.min_islands={self._min_islands}"
+        else:
+            encoded = [meeting.offers[slot][0] for slot in members]
+            weights = [meeting.offers[slot][1] for slot in members]
+            meeting.members, meeting.weights = tuple(members), tuple(weights)
+            meeting.mean = [
+                reduce_chunk(self._codec, chunk, weights, piece.stop - piece.start, state.dtype)
+                for piece, chunk in zip(_chunks(state.numel), zip(*encoded, strict=True), strict=True)
+            ]
+
+    def _decode(self, encoded: list[Tensor], state: FragmentState) -> Tensor:
         mean = state.local.new_empty(state.numel)
-        for index, chunk in enumerate(encoded):
-            piece = chunk_slice(state.numel, index)
+        for piece, chunk in zip(_chunks(state.numel), encoded, strict=True):
             mean[piece] = self._codec.decode(chunk, piece.stop - piece.start, state.dtype)
         return mean
 
-    def _chunk_numel(self, fragment: int, index: int) -> int:
-        piece = chunk_slice(self._state.fragments[fragment].numel, index)
-        return piece.stop - piece.start
+
+def _chunks(numel: int) -> list[slice]:
+    return [chunk_slice(numel, index) for index in range(num_chunks(numel))]
 
 
 def build(config: RunConfig, state: OuterState, schema: str) -> InMemoryExchange:
@@ -135,4 +192,7 @@ def build(config: RunConfig, state: OuterState, schema: str) -> InMemoryExchange
             "use exchange.type=hivemind between processes"
         )
     codec = plugins.build("diloco.codecs", config.outer.codec)
-    return InMemoryExchange(Hub(1), max(config.swarm.slot, 0), state, codec, config.exchange.round_deadline)
+    slot, exchange = max(config.swarm.slot, 0), config.exchange
+    hub = Hub(1)
+    hub.expected = {slot}
+    return InMemoryExchange(hub, slot, state, codec, exchange.round_deadline, exchange.min_islands)
