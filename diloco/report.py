@@ -305,20 +305,17 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 def _draw_evals(panel: "Axes", record: IslandRecord, color: str) -> None:
-    """Loss on held-out text: filled at the start and the end, where it is the anchor's, hollow in between."""
-    last_step = record.steps[-1]["step"] if record.steps and record.ended else 0
-    for name, of_anchor, marker, fill in (("anchor", True, "D", color), ("local", False, "o", "white")):
-        rows = [row for row in record.evals if (row.get("step") in (0, last_step)) == of_anchor]
-        panel.plot(
-            *_over_tokens(record, rows, "loss"),
-            linestyle="none",
-            marker=marker,
-            markersize=6,
-            markerfacecolor=fill,
-            markeredgecolor=color,
-            zorder=3,
-            label=f"held-out, {name}" if rows and record.island == 0 else None,
-        )
+    """Loss on held-out text, which training never sees."""
+    panel.plot(
+        *_over_tokens(record, record.evals, "loss"),
+        linestyle="none",
+        marker="o",
+        markersize=6,
+        markerfacecolor="white",
+        markeredgecolor=color,
+        zorder=3,
+        label="held-out text" if record.evals and record.island == 0 else None,
+    )
 
 
 def _draw_rounds(panels: tuple["Axes", "Axes"], record: IslandRecord) -> None:
