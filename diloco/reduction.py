@@ -3,6 +3,7 @@
 A fragment is cut into chunks of :data:`CHUNK` elements, by its size alone, so any member can reduce any chunk.
 """
 
+import math
 from typing import Protocol, Sequence
 
 import torch
@@ -49,10 +50,10 @@ def weighted_mean(contributions: Sequence[Tensor], weights: Sequence[float]) -> 
     tail of a vector loop) round twice.
 
     Raises:
-        ValueError: no member, or weights that don't sum to a positive number.
+        ValueError: no member, not a weight for each, a negative weight, or a sum that is not positive and finite.
     """
     total = sum(weights)
-    if not contributions or not total > 0:
+    if len(contributions) != len(weights) or not 0 < total < math.inf or min(weights) < 0:
         raise ValueError(f"can't average {len(contributions)} contributions of weights {list(weights)}")
     mean = contributions[0] * (weights[0] / total)
     for values, weight in zip(contributions[1:], weights[1:], strict=True):

@@ -27,6 +27,8 @@ class NoCodec:
         expected = self.encoded_bytes(numel, dtype)
         if encoded.numel() != expected:
             raise ValueError(f"{numel} values of {dtype} take {expected} bytes, got {encoded.numel()}")
+        if encoded.storage_offset() % dtype.itemsize or encoded.data_ptr() % dtype.itemsize:
+            encoded = encoded.clone()  # from the middle of a message
         return encoded.view(dtype)
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
