@@ -1,16 +1,21 @@
 """How an island that was left behind gets the agreed state of a fragment from one that is up to date."""
 
 import asyncio
+import time
 from collections import Counter
-from typing import Mapping
+from typing import Coroutine, Mapping
 
 import torch
 from torch import Tensor
 
 from diloco.exchange.hivemind import messages
+from diloco.exchange.hivemind.membership import Member
 from diloco.exchange.hivemind.messages import StateHeader, StateRequest, Tip
 from diloco.exchange.hivemind.network import Network, Stream, Traffic
+from diloco.exchange.hivemind.surroundings import Surroundings
 from diloco.outer_state import FragmentState
+
+_LOOK_SECONDS = 1.0
 
 
 class TransferFailed(Exception):
@@ -53,23 +58,51 @@ async def serve_state(
     await stream.wait_for_end()
 
 
-async def fetch_state(network: Network, peer: str, tip: Tip, state: FragmentState, traffic: Traffic) -> StateHeader:
-    """Write the state at ``tip`` beside the agreed one, from ``peer``. Not sealed, not committed.
+async def take_over(
+    around: Surroundings, state: FragmentState, tip: Tip, traffic: Traffic, deadline: float
+) -> StateHeader | str:
+    """Write the state at ``tip`` beside the agreed one, from whichever member has it, and check it. Not committed.
 
-    Raises:
-        TransferFailed: refused, or sizes that are not this fragment's.
-        BadMessage, EOFError, OSError: the peer broke off or sent what it may not.
+    Returns:
+        The donor's header, or in words why nobody gave it. ``deadline`` is in terms of ``time.monotonic()``.
     """
+    problem = "no live member has it any more"
+    for donor in around.membership.live():
+        if donor.tips.get(tip.fragment) != tip:
+            continue
+        try:
+            header = await _while_alive(donor, deadline, _fetch(around.network, donor.peer, tip, state, traffic))
+            await asyncio.to_thread(_seal, state, tip)
+            return header
+        except (TransferFailed, OSError, EOFError, ValueError) as error:
+            problem = f"island {donor.slot}: {error}"
+    return problem
+
+
+async def _while_alive(donor: Member, deadline: float, fetch: Coroutine[None, None, StateHeader]) -> StateHeader:
+    task = asyncio.ensure_future(fetch)
+    try:
+        while not task.done() and donor.alive and time.monotonic() < deadline:
+            await asyncio.wait({task}, timeout=_LOOK_SECONDS)
+        if not task.done():
+            raise TransferFailed("it took longer than exchange.round_deadline" if donor.alive else "it fell silent")
+    finally:
+        task.cancel()
+        await asyncio.wait({task})  # so that nothing writes into the state any more
+    return task.result()
+
+
+async def _fetch(network: Network, peer: str, tip: Tip, state: FragmentState, traffic: Traffic) -> StateHeader:
     request = StateRequest(fragment=tip.fragment, height=tip.height, lineage=tip.lineage)
     stream = await network.open_stream(peer, request, traffic)
     try:
         header = await stream.receive()
         if not isinstance(header, StateHeader):
-            raise TransferFailed(f"the donor refused: {getattr(header, 'reason', header.kind)}")
+            raise TransferFailed(f"refused: {getattr(header, 'reason', header.kind)}")
         targets: list[Tensor] = [tensor.view(torch.uint8) for tensor in state.staged_tensors()]
         expected = tuple(target.numel() for target in targets)
         if header.sizes != expected:
-            raise TransferFailed(f"the donor's tensors have {header.sizes} bytes, this fragment's {expected}")
+            raise TransferFailed(f"its tensors have {header.sizes} bytes, this fragment's {expected}")
         for target in targets:
             await stream.receive_into(target)
         return header
@@ -77,15 +110,9 @@ async def fetch_state(network: Network, peer: str, tip: Tip, state: FragmentStat
         stream.close()
 
 
-def seal(state: FragmentState, tip: Tip) -> str:
-    """Check what :func:`fetch_state` wrote; returns its digest (hex). The caller commits.
-
-    Raises:
-        TransferFailed: not finite, or not the digest that the others named.
-    """
+def _seal(state: FragmentState, tip: Tip) -> None:
     if not all(torch.isfinite(tensor).all() for tensor in state.staged_tensors()):
         raise TransferFailed("the state received is not finite")
     digest = state.seal_received(tip.height, tip.lineage.hex())
     if digest != tip.digest.hex():
         raise TransferFailed(f"the state received has digest {digest[:12]}, the others agreed on {tip.digest.hex()[:12]}")
-    return digest

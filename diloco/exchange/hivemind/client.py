@@ -4,6 +4,7 @@ import atexit
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -17,7 +18,7 @@ from diloco.exchange.hivemind import ipc, process
 from diloco.exchange.hivemind.lifetime import describe_exit
 from diloco.outer_state import OuterState
 
-_START_SECONDS = 60.0  # imports on a busy machine, on top of swarm.join_timeout
+_START_SECONDS = 120.0  # imports on a busy machine, on top of swarm.join_timeout
 _GRACE_SECONDS = 15.0  # on top of exchange.round_deadline: one settling of votes and a busy machine
 _CLOSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -176,6 +177,8 @@ class HivemindExchange:
     def _receive(self, message: ipc.FromExchange) -> None:
         with self._changed:
             match message:
+                case ipc.Listening():
+                    self._tell_address(message.address)
                 case ipc.Joined():
                     if self._seat:
                         self._events.append(ExchangeEvent("rejoined", f"exchange process is back in slot {message.seat.slot}"))
@@ -192,6 +195,12 @@ class HivemindExchange:
                 case ExchangeEvent():
                     self._events.append(message)
             self._changed.notify_all()
+
+    def _tell_address(self, address: str) -> None:
+        """The others need the first island's address before they can come, so while it still waits in :meth:`join`."""
+        swarm = self._config.swarm
+        if not self._seat and swarm.islands > 1 and not swarm.initial_peers:
+            print(f"first island; the others join it with swarm.initial_peers=[{address}]", file=sys.stderr, flush=True)
 
     def _end_launched(self) -> None:
         """Give every round in flight an outcome, now that nobody writes to the state any more."""

@@ -22,19 +22,12 @@ async def publish_for_ever(
     """
     known = [address for other in others for address in other.addresses[:1]]
     node = await DHTNode.create(p2p=daemon, initial_peers=known, ensure_bootstrap_success=False)
-    try:
-        while True:
-            record = {
-                "slot": place.slot,
-                "address": place.addresses[0],
-                "heights": [fragment.height for fragment in state.fragments],
-            }
-            await node.store(
-                f"{run}.members",
-                msgpack.packb(record),
-                expiration_time=get_dht_time() + _HEARTBEATS_UNTIL_EXPIRY * interval,
-                subkey=place.peer,
-            )
-            await asyncio.sleep(interval)
-    finally:
-        await node.shutdown()
+    while True:  # no shutdown: the node ends with its daemon, which may be dead already
+        record = {
+            "slot": place.slot,
+            "address": place.addresses[0],
+            "heights": [fragment.height for fragment in state.fragments],
+        }
+        expiry = get_dht_time() + _HEARTBEATS_UNTIL_EXPIRY * interval
+        await node.store(f"{run}.members", msgpack.packb(record), expiration_time=expiry, subkey=place.peer)
+        await asyncio.sleep(interval)

@@ -1,6 +1,7 @@
 """Coming in: the first island grants slots until all are there; the others ask it. Also the way back in."""
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Callable, Mapping
@@ -170,5 +171,5 @@ async def _knock(address: str) -> None:
     except TimeoutError:
         raise Unreachable(f"no answer from {place[0]} port {place[1]}") from None
     except OSError as error:
-        raise Unreachable(error.strerror or str(error)) from None
+        raise Unreachable(os.strerror(error.errno) if error.errno else str(error)) from None
     writer.close()

@@ -49,6 +49,13 @@ class Close:
 
 
 @dataclass(frozen=True)
+class Listening:
+    """Exchange to trainer: others can reach this island at ``address``."""
+
+    address: str
+
+
+@dataclass(frozen=True)
 class Joined:
     """Exchange to trainer: all islands are there. ``listen`` is the host:port really listened on."""
 
@@ -86,4 +93,4 @@ class Ended:
 
 
 FromTrainer = Launch | Close
-FromExchange = Joined | Refused | Crashed | Committing | Ended | ExchangeEvent
+FromExchange = Listening | Joined | Refused | Crashed | Committing | Ended | ExchangeEvent

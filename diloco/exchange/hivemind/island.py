@@ -6,17 +6,19 @@ from multiprocessing.connection import Connection
 from typing import Coroutine
 
 from diloco.config import RunConfig
-from diloco.exchange.base import Seat
+from diloco.exchange.base import ExchangeEvent, Seat
 from diloco.exchange.hivemind import daemon, ipc, messages
 from diloco.exchange.hivemind.directory import publish_for_ever
 from diloco.exchange.hivemind.door import Door, ask_to_join, wait_for_all
 from diloco.exchange.hivemind.membership import Membership
 from diloco.exchange.hivemind.network import Network, Stream, Unreachable
-from diloco.exchange.hivemind.round import Surroundings
 from diloco.exchange.hivemind.rounds import Rounds
 from diloco.exchange.hivemind.settings import shared_settings
+from diloco.exchange.hivemind.surroundings import Surroundings
 from islands import plugins
 from islands.config_file import parse_config
+
+_END_SECONDS = 2.0
 
 
 class DaemonDied(RuntimeError):
@@ -42,8 +44,7 @@ async def take_part(pipe: Connection, start: ipc.Start) -> None:
                 raise _first(group) from None
     finally:
         work.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):  # an error of its own has been raised above
-            await work
+        await asyncio.wait({work}, timeout=_END_SECONDS)
         await island.shut_down()
 
 
@@ -55,6 +56,7 @@ class _Island:
         self._launches: asyncio.Queue[ipc.Launch] = asyncio.Queue()
         self._background: set[asyncio.Task] = set()
         self._daemon: daemon.Daemon | None = None
+        self._network: Network | None = None
         self._membership: Membership | None = None
         self._rounds: Rounds | None = None
         self._door = self._make_door()
@@ -64,9 +66,10 @@ class _Island:
         """Until cancelled. Raises JoinError, DaemonDied."""
         swarm = self._config.swarm
         self._daemon = await daemon.start_daemon(self._start.listen, swarm.announce, self._start.identity_path)
-        network = Network(self._daemon, heard=self._heard)
+        network = self._network = Network(self._daemon, heard=self._heard)
         addresses = await daemon.addresses(self._daemon)
         await network.serve(self._answer, self._stream)
+        self._send(ipc.Listening(addresses[0]))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_daemon())
             places = self._start.rejoin or await self._join(network, addresses)
@@ -74,6 +77,7 @@ class _Island:
             place = next(place for place in places if place.peer == network.peer)
             self._begin(network, place, places)
             tasks.create_task(self._membership.run())
+            tasks.create_task(self._report_refused(network))
             others = [other for other in places if other is not place]
             interval = self._membership.interval
             tasks.create_task(
@@ -141,20 +145,35 @@ class _Island:
 
     async def _answer(self, peer: str, request: messages.Request) -> messages.Reply:
         if isinstance(request, messages.Hello):
-            return self._door.answer(peer, request)
+            reply = self._door.answer(peer, request)
+            if isinstance(reply, messages.Welcome):
+                self._network.know(peer, request.addresses)  # a member that was restarted may listen elsewhere
+            return reply
         member = self._membership.of_peer(peer) if self._membership else None
         if member is None:
+            if self._membership:  # before that it may be a member who heard earlier that all are there
+                self._network.refused["stranger"] += 1
             return messages.Refused(reason="not a member of this run; say hello first")
         return await self._rounds.answer(member, request)
 
     async def _stream(self, peer: str, header: messages.Header, stream: Stream) -> None:
         member = self._membership.of_peer(peer) if self._membership else None
         if member is None:
-            raise messages.BadMessage("a stream of a stranger")
+            self._network.refused["stranger"] += 1
+            return
         await self._rounds.stream(member, header, stream)
 
     async def _watch_daemon(self) -> None:
         raise DaemonDied(f"the libp2p daemon of this island ended: {await self._daemon.died()}")
+
+    async def _report_refused(self, network: Network) -> None:
+        reported = 0
+        while True:
+            await asyncio.sleep(self._membership.interval)
+            if network.refused.total() > reported:
+                reported = network.refused.total()
+                counts = ", ".join(f"{count} {why}" for why, count in sorted(network.refused.items()))
+                self._send(ExchangeEvent("refused", f"messages so far: {counts}"))
 
     def _heard(self, peer: str) -> None:
         if self._membership:

@@ -49,7 +49,7 @@ class Network:
     """This island's end of every connection.
 
     Attributes:
-        refused: number of malformed or unwelcome messages, by why.
+        refused: number of malformed messages, and of those of strangers.
         heard: called with a peer's id whenever anything came from it.
     """
 
@@ -131,10 +131,7 @@ class Network:
             self.refused["malformed"] += 1
             return messages.Refused(reason=f"bad message: {error}"[:1000])
         self.heard(peer)
-        reply = await handler(peer, message)
-        if isinstance(reply, messages.Refused):
-            self.refused[message.kind] += 1
-        return reply
+        return await handler(peer, message)
 
     async def _accept(self, stream: "Stream", handler: StreamHandler) -> None:
         self._open_streams += 1
@@ -146,7 +143,7 @@ class Network:
             self.heard(stream.peer)
             await handler(stream.peer, header, stream)
         except BadMessage:
-            self.refused["stream"] += 1
+            self.refused["malformed"] += 1
         except (OSError, EOFError, TimeoutError):
             pass  # the other end is gone; whoever needed the bytes has been told by then
         finally:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from typing import Awaitable, Callable, Iterator
+from typing import Callable, Iterator
 
 from diloco.exchange.base import RoundOutcome
 from diloco.exchange.hivemind import messages
@@ -29,7 +29,8 @@ from diloco.exchange.hivemind.messages import (
     Vote,
 )
 from diloco.exchange.hivemind.network import Stream
-from diloco.exchange.hivemind.round import Round, Surroundings
+from diloco.exchange.hivemind.round import Round
+from diloco.exchange.hivemind.surroundings import Surroundings
 from diloco.outer_state import OuterState
 
 _ATTEMPTS_KEPT = 64

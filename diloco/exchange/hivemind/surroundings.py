@@ -1,0 +1,47 @@
+"""What every round of an island uses."""
+
+from dataclasses import dataclass, field
+from typing import Callable, Coroutine
+
+from diloco.exchange.base import ExchangeEvent
+from diloco.exchange.hivemind.ipc import Committing
+from diloco.exchange.hivemind.membership import Membership
+from diloco.exchange.hivemind.messages import Reply, Request
+from diloco.exchange.hivemind.network import Network, Unreachable
+from diloco.reduction import Codec
+
+
+@dataclass
+class Surroundings:
+    """What every round of an island uses.
+
+    Attributes:
+        report: to the trainer.
+        background: runs something that nobody waits for.
+        last_round: members and weights of the last committed round, by fragment.
+    """
+
+    run: str
+    network: Network
+    membership: Membership
+    codec: Codec
+    round_deadline: float
+    min_islands: int
+    report: Callable[[Committing | ExchangeEvent], None]
+    background: Callable[[Coroutine[None, None, object]], None]
+    last_round: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=dict)
+
+    async def call(self, slot: int, request: Request, timeout: float) -> Reply | str:
+        """A member's reply, or in words why there is none; one where nothing listens any more is counted as gone."""
+        member = self.membership.members[slot]
+        try:
+            return await self.network.call(member.peer, request, timeout)
+        except Unreachable as error:
+            if error.gone:
+                self.membership.lost(member, f"can't be reached: {error}")
+            return str(error)
+
+
+def in_words(reply: Reply | str) -> str:
+    """Why a reply is not the one hoped for."""
+    return reply if isinstance(reply, str) else getattr(reply, "reason", reply.kind)

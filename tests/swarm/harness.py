@@ -1,0 +1,403 @@
+"""Islands as real processes, driven step by step: a trainer process each, with its exchange process and libp2p daemon.
+
+A trainer does what a test asks over a pipe. Its exchange process carries faults that a test arms at run time; a fault
+leaves a file when it has fired, so that a test can prove that it did.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator
+
+import msgpack
+import torch
+from torch import Tensor
+
+from diloco.config import RunConfig
+from diloco.exchange import hivemind
+from diloco.exchange.hivemind import process
+from diloco.outer_state import OuterState
+from islands import plugins
+from islands.config_file import parse_config
+
+ANSWER_SECONDS = 120.0
+PEER_TIMEOUT = 5.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["diloco.exchange.hivemind"])
+
+
+def settings(**changes: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings; ``changes`` are sections with the keys to change, such as ``swarm={"slot": 1}``."""
+    base: dict[str, dict[str, Any]] = {
+        "run": {"name": "test"},
+        "model": {"preset": "quickstart"},
+        "train": {"steps": 10, "global_batch_size": 2},
+        "outer": {},
+        "exchange": {"type": "hivemind", "peer_timeout": PEER_TIMEOUT, "round_deadline": 40.0},
+        "swarm": {"max_slots": 4, "join_timeout": 90.0},
+    }
+    return {section: {**base.get(section, {}), **changes.get(section, {})} for section in base | changes}
+
+
+def first_anchor(fragment: int, numel: int) -> Tensor:
+    """Where every island starts."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 + fragment))
+
+
+def drift(fragment: int, numel: int, seed: int) -> Tensor:
+    """How far an island moves before a round; made from the seed alone."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(10 * seed + fragment))
+
+
+class Trainer:
+    """What runs in an island's trainer process. Every public method can be asked for over the pipe."""
+
+    def __init__(self, raw: dict[str, Any], sizes: list[int], faults: str) -> None:
+        config = parse_config(RunConfig, raw)
+        self._state = OuterState(sizes, plugins.build("diloco.outer_optimizers", config.outer.optimizer))
+        for index, fragment in enumerate(self._state.fragments):
+            fragment.anchor.copy_(first_anchor(index, fragment.numel))
+            fragment.initialize()
+        os.environ["TEST_FAULTS"] = faults
+        process.main = exchange_with_faults  # the exchange process starts here instead
+        self._exchange = hivemind.build(config, self._state, schema=str(sizes))
+
+    def join(self) -> Any:
+        """The seat."""
+        return self._exchange.join()
+
+    def launch(self, fragment: int, weight: float, seed: int, poison: bool = False) -> None:
+        """Drift from the anchor and offer that to the next round."""
+        state = self._state.fragments[fragment]
+        state.local.copy_(state.anchor - drift(fragment, state.numel, seed))
+        if poison:
+            state.local[state.numel // 2] = float("nan")
+        self._exchange.launch(fragment, weight)
+
+    def outcome(self, fragment: int) -> Any:
+        """How the round ended."""
+        return self._exchange.outcome(fragment)
+
+    def events(self) -> Any:
+        """What happened since the last call."""
+        return self._exchange.events()
+
+    def agreed(self, fragment: int) -> dict[str, Any]:
+        """The agreed state, copied."""
+        state = self._state.fragments[fragment]
+        tensors = {"anchor": state.anchor, **state.optimizer_state}
+        return {
+            "height": state.height,
+            "digest": state.digest,
+            "lineage": state.lineage,
+            "tensors": {name: tensor.numpy().copy() for name, tensor in tensors.items()},
+        }
+
+    def close(self) -> None:
+        """Leave the swarm."""
+        self._exchange.close()
+
+
+class Island:
+    """A test's handle on one island.
+
+    Attributes:
+        pid: of the trainer process.
+    """
+
+    def __init__(self, folder: Path, raw: dict[str, Any], sizes: list[int]) -> None:
+        self._faults = folder
+        folder.mkdir(parents=True)
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(target=_trainer_main, args=(theirs, raw, sizes, str(folder)))
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid
+
+    def ask(self, method: str, *arguments: Any, **keywords: Any) -> None:
+        """Have the trainer call a method of :class:`Trainer`, without waiting."""
+        self._pipe.send((method, arguments, keywords))
+
+    def answer(self, timeout: float = ANSWER_SECONDS) -> Any:
+        """What the method that was asked for returned; raises what it raised."""
+        if not self._pipe.poll(timeout):
+            raise TimeoutError(f"the trainer did not answer within {timeout:g} s")
+        kind, value = self._pipe.recv()
+        if kind == "error":
+            raise value
+        return value
+
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Ask and wait for the answer."""
+        self.ask(method, *arguments, **keywords)
+        return self.answer()
+
+    def exchange_pid(self) -> int:
+        """The exchange process."""
+        return eventually(lambda: next((pid for pid in children(self.pid) if "spawn_main" in command(pid)), None))
+
+    def daemon_pid(self) -> int:
+        """The libp2p daemon."""
+        exchange = self.exchange_pid()
+        return eventually(lambda: next((pid for pid in children(exchange) if "p2pd" in command(pid)), None))
+
+    def arm(self, fault: str) -> None:
+        """Have a fault of :func:`exchange_with_faults` happen at the next occasion."""
+        (self._faults / fault).touch()
+
+    def wait_until_fired(self, fault: str) -> None:
+        """Wait for an armed fault to happen."""
+        eventually(lambda: (self._faults / f"{fault}.fired").exists())
+
+    def wait_for_event(self, what: str) -> list[Any]:
+        """Events up to the first of that kind."""
+        seen: list[Any] = []
+
+        def arrived() -> bool:
+            seen.extend(self.call("events"))
+            return any(event.what == what for event in seen)
+
+        eventually(arrived, lambda: f"no event {what!r} among {seen}")
+        return seen
+
+    def kill_trainer(self) -> None:
+        """kill -9 of the trainer alone."""
+        self._process.kill()
+        self._process.join()
+
+    def end(self) -> None:
+        """Leave if it still can, and end the trainer."""
+        if self._process.is_alive():
+            self._pipe.close()
+            self._process.join(3)
+            self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def running(islands: Iterable[Island]) -> Iterator[list[Island]]:
+    """The islands, which are ended after the block, whatever happens in it."""
+    started: list[Island] = []
+    try:
+        for island in islands:
+            started.append(island)
+        yield started
+    finally:
+        for island in started:
+            island.end()
+
+
+@dataclass
+class Swarm:
+    """Islands of one run that have all joined."""
+
+    islands: list[Island]
+
+    def launch(self, fragment: int, seed: int, weights: list[float], only: list[int] | None = None) -> None:
+        """Launch a round; island i drifts by ``seed + i``."""
+        for index in self._those(only):
+            self.islands[index].call("launch", fragment, weights[index], seed + index)
+
+    def outcomes(self, fragment: int, only: list[int] | None = None) -> list[Any]:
+        """Wait for the round to end everywhere."""
+        chosen = [self.islands[index] for index in self._those(only)]
+        for island in chosen:
+            island.ask("outcome", fragment)
+        return [island.answer() for island in chosen]
+
+    def agreed(self, fragment: int, only: list[int] | None = None) -> list[dict[str, Any]]:
+        """The agreed states."""
+        return [self.islands[index].call("agreed", fragment) for index in self._those(only)]
+
+    def _those(self, only: list[int] | None) -> list[int]:
+        return list(range(len(self.islands))) if only is None else only
+
+
+@contextmanager
+def frozen(*pids: int) -> Iterator[None]:
+    """SIGSTOP for the time of the block."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        eventually(lambda: status(pid) == "T")
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def eventually(condition: Callable[[], Any], what: Callable[[], str] | None = None, timeout: float = 90.0) -> Any:
+    """The first true value of ``condition``, asked for again and again."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, what() if what else f"still not so after {timeout:g} s"
+        time.sleep(0.05)
+    return value
+
+
+def children(pid: int) -> list[int]:
+    """Child processes of a process, dead ones left out."""
+    found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [child for child in found if _stat(child)[1:2] == [str(pid)] and status(child) not in ("Z", "")]
+
+
+def command(pid: int) -> str:
+    """Command line of a process; empty when there is none."""
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def status(pid: int) -> str:
+    """State letter of a process (Z: dead, T: stopped); empty when there is none."""
+    return "".join(_stat(pid)[:1])
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    return status(pid) in ("", "Z")
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _trainer_main(pipe: Connection, raw: dict[str, Any], sizes: list[int], faults: str) -> None:
+    trainer = Trainer(raw, sizes, faults)
+    while True:
+        try:
+            method, arguments, keywords = pipe.recv()
+        except EOFError:
+            return trainer.close()
+        try:
+            pipe.send(("value", getattr(trainer, method)(*arguments, **keywords)))
+        except Exception as error:
+            pipe.send(("error", error))
+
+
+# -- faults, in the exchange process ---------------------------------------------------------------------------------------
+
+
+def exchange_with_faults(pipe: Connection, start: Any) -> None:
+    """:func:`diloco.exchange.hivemind.process.main` with faults that wait to be armed.
+
+    ``hang_in_transfer``: the first tensor is sent by half a round, and then nothing more.
+    ``hang_before_vote``: the result is staged, and no vote is sent.
+    ``lose_vote_to_<slot>``: the vote for that member gets lost, once.
+    ``garbage_to_<slot>``: :func:`throw_garbage` at that member, in place of a vote for it.
+    """
+    os.environ["HIVEMIND_LOGLEVEL"] = "CRITICAL"  # as process.main does, before hivemind is imported
+    from diloco.exchange.hivemind import messages, voting
+    from diloco.exchange.hivemind.network import Stream
+    from diloco.exchange.hivemind.surroundings import Surroundings
+
+    folder = Path(os.environ["TEST_FAULTS"])
+
+    def fires(fault: str) -> bool:
+        armed = folder / fault
+        if not armed.exists():
+            return False
+        armed.rename(folder / f"{fault}.fired")
+        return True
+
+    send_tensor, cast_vote, call = Stream.send_tensor, voting.cast_vote, Surroundings.call
+
+    async def send_tensor_or_hang(self: Stream, values: Tensor) -> None:
+        if fires("hang_in_transfer"):
+            await self.send_plain(values[: values.numel() // 2])
+            await asyncio.Event().wait()
+        await send_tensor(self, values)
+
+    async def vote_or_hang(*arguments: Any) -> None:
+        if fires("hang_before_vote"):
+            await asyncio.Event().wait()
+        await cast_vote(*arguments)
+
+    async def call_or_lose(self: Surroundings, slot: int, request: messages.Request, *more: Any) -> Any:
+        if isinstance(request, messages.Vote) and fires(f"lose_vote_to_{slot}"):
+            return "lost"
+        if isinstance(request, messages.Vote) and fires(f"garbage_to_{slot}"):
+            await throw_garbage(self.network._daemon, self.membership.members[slot].peer)
+        return await call(self, slot, request, *more)
+
+    Stream.send_tensor, voting.cast_vote, Surroundings.call = send_tensor_or_hang, vote_or_hang, call_or_lose
+    _process_main(pipe, start)
+
+
+_process_main = process.main
+
+
+async def throw_garbage(daemon: Any, peer: str) -> list[bytes]:
+    """Send a peer everything that it must not take; returns its answers."""
+    from hivemind.p2p import PeerID
+
+    control = [
+        b"",
+        b"\x93",
+        os.urandom(1000),
+        bytes(300 << 10),
+        b"\x91" * 5000,
+        b"\xdd\xff\xff\xff\xff",
+        msgpack.packb(7),
+        msgpack.packb({"kind": "nonsense"}),
+        msgpack.packb({"kind": "welcome", "members": []}),
+        msgpack.packb({"kind": "vote", "proposal": b"short", "digest": bytes(32)}),
+        msgpack.packb({"kind": "settle", "proposal": bytes(32), "reason": "x", "final": 1}),
+        msgpack.packb({"kind": "proposal", "run": "test", "fragment": 1 << 40, "height": -1, "attempt": 0}),
+        msgpack.packb(msgpack.ExtType(5, b"code")),
+    ]
+    answers = [await asyncio.wait_for(daemon.request(peer, "diloco/control/1", raw), 10) for raw in control]
+    header = msgpack.packb({"kind": "state_request", "fragment": 999, "height": 1, "lineage": bytes(32)})
+    streams = [
+        b"\xff\xff\xff\xff",
+        b"\x00\x00\x00\x00",
+        b"\x10\x00\x00\x00" + os.urandom(16),
+        len(header).to_bytes(4, "little") + header,
+    ]
+    for raw in streams:
+        _, reader, writer = await daemon.call_binary_stream_handler(PeerID.from_base58(peer), "diloco/bulk/1")
+        writer.write(raw)
+        answers.append(await asyncio.wait_for(reader.read(), 10))
+        writer.close()
+    return answers
+
+
+class Stranger:
+    """A process with a libp2p daemon that belongs to no run, and throws garbage at an address."""
+
+    def __init__(self, address: str) -> None:
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(target=_stranger_main, args=(theirs, address), daemon=True)
+        self._process.start()
+
+    def answers(self) -> list[bytes]:
+        """What it got back."""
+        assert self._pipe.poll(ANSWER_SECONDS), "the stranger has not ended"
+        return self._pipe.recv()
+
+
+def _stranger_main(pipe: Connection, address: str) -> None:
+    os.environ["HIVEMIND_LOGLEVEL"] = "CRITICAL"
+    from diloco.exchange.hivemind.daemon import start_daemon
+
+    async def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            daemon = await start_daemon("127.0.0.1:0", "", f"{folder}/key")
+            await daemon.dial(address)
+            pipe.send(await throw_garbage(daemon, address.rpartition("/")[2]))
+            await daemon.shutdown()
+
+    asyncio.run(run())

@@ -1,0 +1,153 @@
+"""Whole runs as a user starts them: torchrun, exchange processes, libp2p daemons, over loopback."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+from harness import eventually
+
+#: A run of seconds: a tiny model on a text of the test's own.
+TINY = """
+run: {{name: tiny, dir: {folder}/run}}
+model: {{hidden_size: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, intermediate_size: 64}}
+data: {{type: text, paths: ["{folder}/text/*.txt"], seq_len: 32}}
+parallel: {{data_parallel_size: {ranks}}}
+optimizer: {{lr: 3.0e-3, warmup_steps: 5}}
+train: {{steps: {steps}, global_batch_size: 4, eval_sequences: 4}}
+outer: {{sync_every: 5}}
+exchange: {{type: hivemind, peer_timeout: 8, round_deadline: 60}}
+swarm: {{islands: {islands}, max_slots: 4}}
+"""
+
+
+class Run:
+    """Processes of one test, and all that they started: they carry its mark in their environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        self.environment = {**os.environ, "TEST_MARK": self.mark, "OMP_NUM_THREADS": "1"}
+        (folder / "text").mkdir()
+        for index in range(20):
+            words = " ".join(f"word{(index * number) % 97}" for number in range(1, 1500))
+            (folder / "text" / f"{index}.txt").write_text(words)
+
+    def config(self, islands: int, ranks: int, steps: int) -> str:
+        """Path of a configuration."""
+        path = self.folder / "tiny.yaml"
+        path.write_text(TINY.format(folder=self.folder, islands=islands, ranks=ranks, steps=steps))
+        return str(path)
+
+    def start(self, *arguments: str) -> subprocess.Popen:
+        """``python -m diloco`` with the arguments."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "diloco", *arguments],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def rows(self, island: int, kind: str) -> list[dict]:
+        """Rows of an island so far."""
+        path = self.folder / "run" / f"island-{island}" / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+    def living(self) -> list[str]:
+        """Command lines of the processes that carry the mark."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+            except OSError:
+                continue  # it ended meanwhile
+        return [command for command in found if command]  # an empty command line is a process that waits to be reaped
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and made.mark.encode() in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+        except OSError:
+            continue
+
+
+@pytest.mark.timeout(180)
+def test_launch_trains_one_model_on_two_islands_of_two_ranks(run: Run) -> None:
+    launched = run.start("launch", run.config(islands=2, ranks=2, steps=12))
+    output, _ = launched.communicate(timeout=170)
+    assert launched.returncode == 0, output
+    summary = json.loads((run.folder / "run" / "summary.json").read_text())
+    assert summary["digests_agree"] is True
+    assert (summary["rounds_committed"], summary["rounds_skipped"]) == (3, 0)
+    assert summary["eval_loss"] < summary["eval_loss_start"]
+    assert summary["tokens"] == 2 * 12 * 4 * 32
+    assert (run.folder / "run" / "report.png").stat().st_size > 10_000
+    islands = [run.rows(island, "round") for island in (0, 1)]
+    assert [row["digest"] for row in islands[0]] == [row["digest"] for row in islands[1]]
+    assert all(row["members"] == [0, 1] for row in islands[0])
+    assert run.rows(0, "eval")[-1]["loss"] == run.rows(1, "eval")[-1]["loss"]  # both evaluate the one anchor
+    assert run.rows(0, "step")[0]["loss"] != run.rows(1, "step")[0]["loss"]  # on data of their own before
+    assert run.living() == []
+
+
+@pytest.mark.timeout(180)
+def test_an_island_that_is_killed_leaves_the_others_training_at_one_anchor(run: Run) -> None:
+    config, steps = run.config(islands=3, ranks=1, steps=400), 400
+    first = run.start(config, "swarm.listen=127.0.0.1:0")
+    address = ""
+    while "/p2p/" not in address:
+        address = first.stdout.readline()
+        assert address, "the first island ended before it told its address"
+    peers = f"swarm.initial_peers=[{re.search('/ip4/[^] ]+', address)[0]}]"
+    others = [run.start(config, peers), run.start(config, peers)]
+    by_slot = {0: first}
+    eventually(lambda: len(run.rows(1, "round")) >= 2 and len(run.rows(2, "round")) >= 2)
+    for process in others:
+        environ = f"/proc/{process.pid}/fd"
+        by_slot |= {slot: process for slot in (1, 2) if any(_writes(environ, f"island-{slot}"))}
+    os.killpg(by_slot[2].pid, signal.SIGKILL)
+    killed_after = len(run.rows(2, "round"))
+    eventually(lambda: any(row["members"] == [0, 1] for row in run.rows(0, "round")))
+    assert killed_after < steps // 5  # it was killed in the middle of the run
+    for slot in (0, 1):
+        by_slot[slot].communicate(timeout=150)
+        assert by_slot[slot].returncode == 0
+    rounds = [{row["round"]: row["digest"] for row in run.rows(slot, "round")} for slot in (0, 1)]
+    assert rounds[0] == rounds[1] and len(rounds[0]) >= killed_after
+    dead = {row["round"]: row["digest"] for row in run.rows(2, "round")}
+    assert all(rounds[0][height] == digest for height, digest in dead.items())
+    assert [row["step"] for row in run.rows(0, "step")] == list(range(1, steps + 1))  # no inner step was lost
+    eventually(lambda: run.living() == [])
+
+
+def _writes(folder: str, name: str) -> Iterator[bool]:
+    """Whether a process has a file open below a folder of that name."""
+    for entry in Path(folder).iterdir():
+        yield f"/{name}/" in os.readlink(entry)
+
+
+@pytest.mark.timeout(120)
+def test_control_c_leaves_no_process_within_ten_seconds(run: Run) -> None:
+    launched = run.start("launch", run.config(islands=2, ranks=2, steps=100_000))
+    eventually(lambda: len(run.rows(0, "round")) >= 1 and len(run.rows(1, "round")) >= 1)
+    assert len(run.living()) >= 8  # launcher, two torchruns, four ranks, exchange processes, daemons
+    os.kill(launched.pid, signal.SIGINT)
+    interrupted = time.monotonic()
+    output, _ = launched.communicate(timeout=20)
+    assert launched.returncode == 130, output
+    eventually(lambda: run.living() == [], timeout=10 - (time.monotonic() - interrupted))
