@@ -1,11 +1,15 @@
 """What a run tells: rows in metrics.jsonl, lines on the console, TensorBoard."""
 
+import itertools
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 from islands.config_file import ConfigError
+
+#: Steps may be many in a second; their lines come no closer than this. Every step has its row.
+_SECONDS_BETWEEN_STEP_LINES = 5.0
 
 
 class Metrics:
@@ -15,26 +19,36 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, island: int, enabled: bool, tensorboard: bool = False) -> None:
-        self._island, self._file, self._board = island, None, None
+        self._island, self._file, self._board, self._last_step_line = island, None, None, -_SECONDS_BETWEEN_STEP_LINES
         if not enabled:
             return
         if tensorboard:
             self._board = _summary_writer(folder.parent / "tensorboard" / folder.name)
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("w", buffering=1)  # a reader sees whole lines
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            path.rename(_unused(folder, "metrics", ".jsonl"))
+        self._file = path.open("x", buffering=1)  # a reader sees whole lines
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a row and, for the person who watches, a line."""
         if self._file is None:
             return
         self._file.write(json.dumps({"kind": kind, "island": self._island, "time": time.time(), **values}) + "\n")
-        line = _console_line(kind, values)
-        if line:
-            print(line, flush=True)
+        self._show(kind, values)
         if self._board and "step" in values:
             for name, value in values.items():
                 if isinstance(value, (int, float)) and name != "step":
                     self._board.add_scalar(f"{kind}/{name}", value, values["step"])
+
+    def _show(self, kind: str, values: dict[str, Any]) -> None:
+        if kind == "step":
+            if time.monotonic() - self._last_step_line < _SECONDS_BETWEEN_STEP_LINES:
+                return
+            self._last_step_line = time.monotonic()
+        line = _console_line(kind, values)
+        if line:
+            print(line, flush=True)
 
     def close(self) -> None:
         """Flush everything to disk."""
@@ -42,6 +56,11 @@ class Metrics:
             self._file.close()
         if self._board:
             self._board.close()
+
+
+def _unused(folder: Path, stem: str, suffix: str) -> Path:
+    """A free name for what an earlier run left: nothing is overwritten."""
+    return next(path for number in itertools.count(1) if not (path := folder / f"{stem}.{number}{suffix}").exists())
 
 
 def _console_line(kind: str, values: dict[str, Any]) -> str:

@@ -100,3 +100,21 @@ def test_numbers_go_to_tensorboard_by_kind_and_step(tmp_path: Path, monkeypatch:
     assert {name for name, _ in board.scalars} == {
         *(f"step/{key}" for key in STEP if key != "step"), "round/round", "round/fragment", "round/weight"
     }  # fmt: skip
+
+
+def test_step_lines_keep_their_distance_and_rows_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = Metrics(tmp_path, 0, enabled=True)
+    for step in range(100):
+        metrics.write("step", **STEP | dict(step=step))
+    metrics.close()
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert [row["step"] for row in rows(tmp_path)] == list(range(100))
+
+
+def test_metrics_of_an_earlier_run_are_moved_aside(tmp_path: Path) -> None:
+    for step in range(3):
+        metrics = Metrics(tmp_path, 0, enabled=True)
+        metrics.write("step", **STEP | dict(step=step))
+        metrics.close()
+    kept = {path.name: json.loads(path.read_text())["step"] for path in tmp_path.iterdir()}
+    assert kept == {"metrics.1.jsonl": 0, "metrics.2.jsonl": 1, "metrics.jsonl": 2}
