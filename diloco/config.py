@@ -114,7 +114,7 @@ class RunConfig(IslandConfig):
     def _rounds_can_commit(self) -> "RunConfig":
         if self.exchange.min_islands > self.swarm.max_slots:
             raise ValueError(
-                f"exchange.min_islands={self.exchange.min_islands} is more than swarm.max_slots={self.swarm.max_slots}: no round "
-                f"could ever commit; give at most {self.swarm.max_slots}"
+                f"exchange.min_islands={self.exchange.min_islands} is more than swarm.max_slots={self.swarm.max_slots}: "
+                f"no round could ever commit; give at most {self.swarm.max_slots}"
             )
         return self

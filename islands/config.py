@@ -34,7 +34,8 @@ class RunSection(Section):
     def _names_a_folder(cls, value: str) -> str:
         fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", value).lstrip(".-") or "run"
         if value != fitting:
-            raise ValueError(f"should hold only letters, digits and . _ -, and not begin with . or -; such as {fitting}")
+            rule = "should hold only letters, digits and . _ -, and not begin with . or -"
+            raise ValueError(f"{rule}; such as {fitting}")
         return value
 
     @field_validator("dir")

@@ -130,7 +130,7 @@ for _class in (_Loader, _Dumper):  # YAML 1.1 reads 1e-3 as a string; everyone w
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         near = plugins.did_you_mean(path.name, [file.name for file in path.absolute().parent.glob("*.y*ml")])
-        raise ConfigError(f"{path}: no such file{near}. Give the path of a YAML configuration, such as configs/quickstart.yaml")
+        raise ConfigError(f"{path}: no such file{near}. Give the path of a YAML file, such as configs/quickstart.yaml")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
@@ -158,8 +158,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{key}: {text!r} is not a valid YAML value ({_yaml_problem(error)}); text with any of []{{}}:#&*!|>%@ in it "
-            f"needs quotes that the shell leaves, for example '{key}=\"{text}\"'"
+            f"{key}: {text!r} is not a valid YAML value ({_yaml_problem(error)}); text with any of []{{}}:#&*!|>%@ "
+            f"in it needs quotes that the shell leaves, for example '{key}=\"{text}\"'"
         ) from error
     for depth, parent in enumerate(path[:-1], start=1):
         if raw.get(parent) is None:
@@ -198,18 +198,20 @@ def _explain(root: type[Section], raw: dict[str, Any], problem: ErrorDetails) ->
     rule = _RULES.get(kind) or re.sub("^(Value error, |Input )", "", problem["msg"])
     if kind in ("extra_forbidden", "invalid_key"):
         keys = list(section.model_fields)
-        scope = f"the keys of {'.'.join(map(str, parents))}.type={type_of_section}" if type_of_section else "the keys here"
-        return f"{key}: unknown key{plugins.did_you_mean(str(leaf), keys) or f'; {scope} are ' + ', '.join(keys)}"
+        scope = f"of {'.'.join(map(str, parents))}.type={type_of_section}" if type_of_section else "here"
+        hint = plugins.did_you_mean(str(leaf), keys) or f"; the keys {scope} are {', '.join(keys)}"
+        return f"{key}: unknown key{hint}"
     if kind == "missing":
         description = section.model_fields[leaf].description
         return f"{key}: must be given" + (f" ({description})" if description else "")
     if kind == "plugin_type":
         return f"{key}.type: {rule}"
-    if kind == "value_error" and (isinstance(found, (dict, list)) or repr(found) in rule):  # the message names the values
+    if kind == "value_error" and (isinstance(found, (dict, list)) or repr(found) in rule):  # it names the values itself
         return rule if rule.startswith(f"{key}.") or not key else f"{key}: {rule}"
     if kind in ("model_type", "dict_type"):
         is_type = isinstance(found, str) and leaf in section.model_fields and _plugin_of(section.model_fields[leaf])
-        return f"{key}: {found!r} should be a section with keys of its own" + (f", as in {key}.type={found}" if is_type else "")
+        example = f", as in {key}.type={found}" if is_type else ""
+        return f"{key}: {found!r} should be a section with keys of its own{example}"
     if found is None:
         return f"{key}: is empty; {rule}"
     return f"{key}: {found!r} {rule}{_remedy(kind, found)}"

@@ -25,7 +25,7 @@ class Config(ExchangeSection):
 
 @dataclass
 class _Round:
-    """One attempt at a round: what islands answer; and, once it is decided, the mean or the reason why there is none."""
+    """One attempt at a round: what islands answer; once it is decided, the mean or the reason why there is none."""
 
     offers: dict[int, tuple[list[Tensor], float]] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)
@@ -91,7 +91,7 @@ class InMemoryExchange:
         return Seat(self._slot)
 
     def launch(self, fragment: int, weight: float) -> None:
-        """See :class:`diloco.exchange.base.Exchange`. What is not finite is not offered, and the others don't wait for it."""
+        """See :class:`diloco.exchange.base.Exchange`. Says at once if there is nothing finite to offer."""
         started, state = time.monotonic(), self._state.fragments[fragment]
         health = pseudo_gradient(state.anchor, state.local, out=state.local)
         encoded = [self._codec.encode(state.local[piece]) for piece in _chunks(state.numel)] if health.finite else []

@@ -127,8 +127,8 @@ def read_bytes(files: Sequence[Path], held_out: float, key: str) -> Corpus:
     corpus = Corpus(*(np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)), vocab_size=256)
     if not len(corpus.train) or not len(corpus.held_out):
         raise ConfigError(
-            f"{key}: {sum(map(len, texts))} bytes of text leave {len(corpus.train)} to train on and {len(corpus.held_out)} held "
-            f"out; give more text or change data.held_out={held_out}"
+            f"{key}: {sum(map(len, texts))} bytes of text leave {len(corpus.train)} to train on and "
+            f"{len(corpus.held_out)} held out; give more text or change data.held_out={held_out}"
         )
     return corpus
 
@@ -141,7 +141,7 @@ def _read(file: Path, key: str) -> bytes:
 
 
 def _shares(files: Sequence[Path]) -> list[float]:
-    """For each file a number from 0 to 1 drawn by its path below their common folder, so that a copy elsewhere is split alike."""
+    """A number from 0 to 1 for each file, drawn by its path below their common folder: a copy elsewhere is split alike."""
     root = Path(os.path.commonpath([file.absolute().parent for file in files]))
     names = [file.absolute().relative_to(root).as_posix() for file in files]
     return [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") / 2**64 for name in names]

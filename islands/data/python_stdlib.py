@@ -23,8 +23,8 @@ class Config(DataSection):
 
 
 def build(config: Config) -> Corpus:
-    """All modules but their tests, in the order of their paths; about 11 MB. Cached where the home folder can be written
-    to, and mapped into memory from there."""
+    """All modules but their tests, in the order of their paths; about 11 MB. Cached where the home folder can be
+    written to, and mapped into memory from there."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
         (path for path in root.rglob("*.py") if not _SKIP.intersection(path.relative_to(root).parts)),

@@ -30,7 +30,7 @@ def build(config: Config) -> Corpus:
 
 
 def _files(pattern: str) -> list[Path]:
-    """Absolute, so that a file named in two ways is one. A name that exists is itself, whatever characters are in it."""
+    """Absolute, so that a file named in two ways is one. A name that exists is itself, whatever is in it."""
     wanted = os.path.abspath(os.path.expanduser(pattern))
     found = [wanted] if os.path.isfile(wanted) else glob.glob(wanted, recursive=True)
     files = [Path(name) for name in found if os.path.isfile(name)]

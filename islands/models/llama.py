@@ -58,8 +58,8 @@ class Config(ModelSection):
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
             fitting = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % (2 * n) == 0]
             raise ValueError(
-                f"model.num_heads={self.num_heads} does not cut model.hidden_size={self.hidden_size} into heads of even size; "
-                f"the nearest that does is {min(fitting, key=lambda n: abs(n - self.num_heads))}"
+                f"model.num_heads={self.num_heads} does not cut model.hidden_size={self.hidden_size} into heads of even "
+                f"size; the nearest that does is {min(fitting, key=lambda n: abs(n - self.num_heads))}"
             )
         if self.num_heads % self.num_kv_heads:
             fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]

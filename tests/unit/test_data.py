@@ -55,7 +55,7 @@ def test_no_two_islands_meet_a_sample_twice_in_an_epoch(samples: int, max_slots:
 
 @pytest.mark.parametrize(("samples", "max_slots"), [(24, 4), (25, 4), (7, 8)])
 def test_every_epoch_meets_every_sample_once(samples: int, max_slots: int) -> None:
-    """An island's position p in slot s is number p x max_slots + s of all: each run of ``samples`` numbers is an epoch."""
+    """Position p of slot s is number p x max_slots + s of all: each run of ``samples`` numbers is an epoch."""
     positions = np.arange(3 * samples)
     numbers = np.stack([Sampler(samples, 5, slot, max_slots)(positions) for slot in range(max_slots)], axis=1).ravel()
     epochs = numbers[: 3 * samples].reshape(3, samples)
@@ -190,7 +190,7 @@ def test_of_few_files_one_at_least_is_on_either_side(folder: Path, held_out: flo
 
 def test_an_empty_file_alone_can_not_be_split(folder: Path) -> None:
     (folder / "empty").touch()
-    with pytest.raises(ConfigError, match="data.paths: 1 bytes of text leave 0 to train on and 1 held out; give more text"):
+    with pytest.raises(ConfigError, match="data.paths: 1 bytes of text leave 0 to train on and 1 held out; give more"):
         read(folder / "empty")
 
 

@@ -12,27 +12,35 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(file for package in ("islands", "diloco") for file in (ROOT / package).rglob("*.py"))
 
-#: Imports what the arguments name (``package.*`` for all modules below it) and prints all that is loaded then.
+#: Imports what the arguments name (``package.*``: all below it, too) and prints at each comma all that is loaded then.
 _IMPORT = """
 import importlib, pkgutil, sys
 extra, *names = sys.argv[1:]
-for name in names:
+for name in [*names, ","]:
+    if name == ",":
+        print(*sorted(sys.modules))
+        continue
     package = importlib.import_module(name.removesuffix(".*"))
     if name.endswith(".*"):
         if extra:
             package.__path__ = [extra]
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
-print(*sorted(sys.modules))
 """
 
 
-def loaded(*names: str, extra: Path | str = "") -> set[str]:
-    """Modules that a fresh process has after importing ``names``; with ``extra``, packages hold that folder's modules."""
+def loaded_in_turn(*groups: list[str], extra: Path | str = "") -> list[set[str]]:
+    """Modules of one fresh process after importing each of ``groups``; with ``extra``, packages hold that folder's."""
+    names = [name for group in groups for name in (*group, ",")][:-1]
     command = [sys.executable, "-c", _IMPORT, str(extra), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
+
+
+def loaded(*names: str, extra: Path | str = "") -> set[str]:
+    """Modules that a fresh process has after importing ``names``."""
+    return loaded_in_turn(list(names), extra=extra)[0]
 
 
 def of(modules: set[str], *packages: str) -> set[str]:
@@ -45,14 +53,19 @@ def of(modules: set[str], *packages: str) -> set[str]:
 
 def test_no_module_of_islands_loads_diloco_or_hivemind() -> None:
     modules = loaded("islands.*")
-    expected = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in SOURCES if file.is_relative_to(ROOT / "islands")}
-    assert {name.removesuffix(".__init__") for name in expected} <= modules  # all of them were imported
+    files = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in SOURCES]
+    assert of(set(files), "islands") <= modules  # all of them were imported
     assert not of(modules, "diloco", "hivemind")
 
 
 @pytest.mark.parametrize(
     ("text", "caught"),
-    [("import hivemind", "hivemind"), ("import diloco", "diloco"), ("from hivemind import dht", "hivemind"), ("import json", None)],
+    [
+        ("import hivemind", "hivemind"),
+        ("import diloco", "diloco"),
+        ("from hivemind import dht", "hivemind"),
+        ("import json", None),
+    ],
 )
 def test_a_module_of_islands_that_loaded_them_would_be_caught(tmp_path: Path, text: str, caught: str | None) -> None:
     (tmp_path / "hivemind").mkdir()
@@ -66,17 +79,17 @@ def test_a_module_of_islands_that_loaded_them_would_be_caught(tmp_path: Path, te
     assert of(modules, "diloco", "hivemind") - {"hivemind.dht"} == ({caught} if caught else set())
 
 
-def test_the_algorithm_knows_nothing_of_ours() -> None:
-    files = ["schedule", "pseudo_gradient", "reduction", "outer_state", "outer_optimizers.base", "shared_memory"]
-    modules = loaded(*(f"diloco.{file}" for file in files))
-    assert {f"diloco.{file}" for file in files} <= modules and "torch" in modules
-    assert not of(modules, "islands", "hivemind")
+ALGORITHM = ["schedule", "pseudo_gradient", "reduction", "outer_state", "outer_optimizers.base", "shared_memory"]
 
 
-def test_codecs_and_outer_optimizers_know_the_configuration_at_most() -> None:
-    modules = loaded("diloco.codecs.*", "diloco.outer_optimizers.*")
-    assert {"diloco.codecs.none", "diloco.outer_optimizers.sgd"} <= modules
-    assert of(modules, "islands", "hivemind") == {"islands", "islands.config", "islands.config_file", "islands.plugins"}
+def test_the_algorithm_knows_nothing_of_ours_and_its_plugins_the_configuration_at_most() -> None:
+    algorithm, plugins = loaded_in_turn(
+        [f"diloco.{name}" for name in ALGORITHM], ["diloco.codecs.*", "diloco.outer_optimizers.*"]
+    )
+    assert {f"diloco.{name}" for name in ALGORITHM} <= algorithm and "torch" in algorithm
+    assert not of(algorithm, "islands", "hivemind")
+    assert {"diloco.codecs.none", "diloco.outer_optimizers.sgd"} <= plugins
+    assert of(plugins, "islands", "hivemind") == {"islands", "islands.config", "islands.config_file", "islands.plugins"}
 
 
 def test_training_islands_loads_no_hivemind_before_its_process_starts() -> None:

@@ -11,7 +11,9 @@ import pytest
 from islands.config_file import ConfigError
 from islands.metrics import Metrics
 
-STEP = dict(step=7, loss=1.25, lr=3e-4, grad_norm=0.5, tokens=2048, tokens_per_second=12345.6, step_seconds=0.1, stall_seconds=0.0)
+STEP = dict(
+    step=7, loss=1.25, lr=3e-4, grad_norm=0.5, tokens=2048, tokens_per_second=12345.6, step_seconds=0.1, stall_seconds=0.0
+)
 ROUND = dict(round=3, fragment=0, step=30, members=[0, 2], weight=100, outcome="committed", reason="", digest="ab")
 
 
@@ -66,7 +68,7 @@ def test_details_for_programs_are_not_for_the_console(tmp_path: Path, capsys: py
 
 def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"run.tensorboard: true needs the extra: pip install 'diloco\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"tensorboard: true needs the extra: pip install 'diloco\[tensorboard\]'"):
         Metrics(tmp_path / "island-0", 0, enabled=True, tensorboard=True)
     assert not list(tmp_path.iterdir())  # refused before an earlier run's rows are gone
 

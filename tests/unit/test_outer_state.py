@@ -84,7 +84,7 @@ def test_the_step_follows_torch_sgd_within_rounding() -> None:
         parameter.grad = random(1000, round_number)
         commit(state, parameter.grad)
         reference.step()
-        torch.testing.assert_close(state.anchor, parameter.detach(), rtol=0, atol=5e-6)  # values up to 10, 24 bits, few ops
+        torch.testing.assert_close(state.anchor, parameter.detach(), rtol=0, atol=5e-6)  # below 10, in 24 bits
 
 
 def test_without_momentum_there_is_no_state() -> None:
