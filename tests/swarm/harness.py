@@ -27,7 +27,7 @@ from diloco.outer_state import OuterState
 from islands import plugins
 from islands.config_file import parse_config
 
-ANSWER_SECONDS = 120.0
+ANSWER_SECONDS = 240.0
 PEER_TIMEOUT = 5.0
 
 _context = multiprocessing.get_context("forkserver")
@@ -42,7 +42,7 @@ def settings(**changes: dict[str, Any]) -> dict[str, Any]:
         "train": {"steps": 10, "global_batch_size": 2},
         "outer": {},
         "exchange": {"type": "hivemind", "peer_timeout": PEER_TIMEOUT, "round_deadline": 40.0},
-        "swarm": {"max_slots": 4, "join_timeout": 90.0},
+        "swarm": {"max_slots": 4, "join_timeout": 240.0},
     }
     return {section: {**base.get(section, {}), **changes.get(section, {})} for section in base | changes}
 

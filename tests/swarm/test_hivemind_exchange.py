@@ -39,7 +39,7 @@ from islands.config_file import parse_config
 SIZES = [2 * CHUNK + 4321, 5]  # three chunks, the last one short; and one chunk for three islands
 WEIGHTS = [1000.0, 3000.0, 500.0]
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 class First:

@@ -1,6 +1,7 @@
 """Coming in: the first island grants slots until all are there; the others ask it. Also the way back in."""
 
 import asyncio
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -20,12 +21,19 @@ _GUEST_SILENCE_SECONDS = 10.0
 
 
 @dataclass
+class _Guest:
+    addresses: tuple[str, ...]
+    wanted: int
+    asked: float
+
+
+@dataclass
 class Door:
     """What this island answers to those who want to come in.
 
     Attributes:
-        places: the member list; complete once ``opened``.
         first: whether this island grants slots, or only points to the one that does (``first_addresses``).
+        places: the member list, once ``opened``.
     """
 
     run: str
@@ -37,43 +45,44 @@ class Door:
     first_addresses: tuple[str, ...] = ()
     places: dict[int, Place] = field(default_factory=dict)
     opened: asyncio.Event = field(default_factory=asyncio.Event)
-    _asked: dict[int, float] = field(default_factory=dict)
+    _guests: dict[str, _Guest] = field(default_factory=dict)
 
-    def enter(self, place: Place) -> None:
-        """Give this island's own place, before anyone else's."""
-        self.places[place.slot] = place
+    @property
+    def came(self) -> int:
+        """Islands that are waiting in front of it, this one included."""
+        return len(self._guests)
+
+    def enter(self, peer: str, addresses: tuple[str, ...], slot: int) -> None:
+        """The first island's own entry, before anyone else's; ``slot`` -1: any."""
+        self._guests[peer] = _Guest(addresses, slot, asked=math.inf)
         self._open_if_complete()
 
     def complete(self, places: tuple[Place, ...]) -> None:
-        """Everyone is there."""
+        """Everyone is there, as another island says."""
         self.places = {place.slot: place for place in places}
         self.opened.set()
 
     def answer(self, peer: str, hello: Hello) -> Reply:
         """Grant a slot, ask for patience, or refuse with a reason that says what to do."""
         reason = self._objection(hello)
+        if not reason and not self.opened.is_set():
+            if not self.first:
+                return Elsewhere(addresses=self.first_addresses)
+            self._forget_silent()
+            reason = self._slot_objection(peer, hello.slot)
+            if not reason:
+                self._guests[peer] = _Guest(hello.addresses, hello.slot, time.monotonic())
+                self._open_if_complete()
+                return Wait(came=self.came, expected=self.expected)
+        if not reason and all(place.peer != peer for place in self.places.values()):
+            reason = f"run {self.run!r} has started with its {len(self.places)} islands; a new one can't join any more"
         if reason:
             self.tell(ExchangeEvent("refused", f"{peer}: {reason}"))
             return Refused(reason=reason)
-        known = next((place for place in self.places.values() if place.peer == peer), None)
-        if self.opened.is_set():
-            if known is None:
-                taken = f"run {self.run!r} has started with its {len(self.places)} islands; a new one can't join any more"
-                return Refused(reason=taken)
-            entries = (Entry(slot=place.slot, peer=place.peer, addresses=place.addresses) for place in self.places.values())
-            return Welcome(members=tuple(entries))
-        if not self.first:
-            return Elsewhere(addresses=self.first_addresses)
-        if known is None:
-            self._forget_silent()
-            slot = self._free_slot(hello.slot)
-            if isinstance(slot, str):
-                return Refused(reason=slot)
-            known = Place(slot, peer, hello.addresses)
-            self.places[slot] = known
-        self._asked[known.slot] = time.monotonic()
-        self._open_if_complete()
-        return Wait(came=len(self.places), expected=self.expected)
+        places = (self.places[slot] for slot in sorted(self.places))
+        return Welcome(
+            members=tuple(Entry(slot=place.slot, peer=place.peer, addresses=place.addresses) for place in places)
+        )
 
     def _objection(self, hello: Hello) -> str:
         if hello.run != self.run:
@@ -83,25 +92,31 @@ class Door:
             return f"run {self.run!r} has another configuration: {differs}. Use the same values on all islands"
         return ""
 
-    def _free_slot(self, wanted: int) -> int | str:
-        if wanted in self.places:
-            holder = self.places[wanted]
-            where = holder.addresses[0] if holder.addresses else holder.peer
-            return f"slot {wanted} is taken by {where}; set swarm.slot to another one, or to -1 for any free one"
-        free = [slot for slot in range(self.max_slots) if slot not in self.places]
-        if wanted >= self.max_slots or not free:
-            return f"no such slot: swarm.max_slots={self.max_slots}, wanted {wanted}, taken {sorted(self.places)}"
-        return free[0] if wanted < 0 else wanted
+    def _slot_objection(self, peer: str, wanted: int) -> str:
+        if wanted >= self.max_slots:
+            return f"there is no slot {wanted}: swarm.max_slots={self.max_slots}, the last slot is {self.max_slots - 1}"
+        for holder, guest in self._guests.items():
+            if holder != peer and guest.wanted == wanted >= 0:
+                where = guest.addresses[0] if guest.addresses else holder
+                return f"slot {wanted} is taken by {where}; set swarm.slot to another one, or to -1 for any free one"
+        return ""
 
     def _forget_silent(self) -> None:
-        for slot, asked in list(self._asked.items()):
-            if time.monotonic() - asked > _GUEST_SILENCE_SECONDS:
-                del self.places[slot], self._asked[slot]
+        now = time.monotonic()
+        self._guests = {
+            peer: guest for peer, guest in self._guests.items() if now - guest.asked < _GUEST_SILENCE_SECONDS
+        }
 
     def _open_if_complete(self) -> None:
-        self._forget_silent()
-        if self.first and len(self.places) >= self.expected:
-            self.opened.set()
+        """Give out the slots when all are there: first those that were asked for, then the lowest that are free."""
+        if self.came < self.expected:
+            return
+        order = sorted(self._guests.items(), key=lambda item: item[1].wanted < 0)
+        for peer, guest in order:
+            free = (slot for slot in range(self.max_slots) if slot not in self.places)
+            slot = guest.wanted if guest.wanted >= 0 else next(free)
+            self.places[slot] = Place(slot, peer, guest.addresses)
+        self.opened.set()
 
 
 async def wait_for_all(door: Door, address: str, timeout: float) -> None:
@@ -111,7 +126,7 @@ async def wait_for_all(door: Door, address: str, timeout: float) -> None:
             await door.opened.wait()
     except TimeoutError:
         raise JoinError(
-            f"only {len(door.places)} of swarm.islands={door.expected} islands came within swarm.join_timeout={timeout:g} s; "
+            f"only {door.came} of swarm.islands={door.expected} islands came within swarm.join_timeout={timeout:g} s; "
             f"check that the others run, that their swarm.initial_peers holds {address} and that they can reach it"
         ) from None
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
 from multiprocessing.connection import Connection
-from typing import Coroutine
 
 from diloco.config import RunConfig
 from diloco.exchange.base import ExchangeEvent, Seat
@@ -19,6 +19,7 @@ from islands import plugins
 from islands.config_file import parse_config
 
 _END_SECONDS = 2.0
+_logger = logging.getLogger(__name__)
 
 
 class DaemonDied(RuntimeError):
@@ -54,13 +55,16 @@ class _Island:
         self._config = parse_config(RunConfig, start.settings)
         self.closed = asyncio.Event()
         self._launches: asyncio.Queue[ipc.Launch] = asyncio.Queue()
-        self._background: set[asyncio.Task] = set()
         self._daemon: daemon.Daemon | None = None
         self._network: Network | None = None
         self._membership: Membership | None = None
         self._rounds: Rounds | None = None
         self._door = self._make_door()
-        asyncio.get_running_loop().add_reader(pipe.fileno(), self._read_pipe)
+        loop = asyncio.get_running_loop()
+        # Errors of ours end the process, with their traceback. What else arrives here are hivemind's own tasks, which complain
+        # when the daemon has died, and that is noticed anyway.
+        loop.set_exception_handler(lambda loop, context: _logger.debug("%s", context))
+        loop.add_reader(pipe.fileno(), self._read_pipe)
 
     async def run(self) -> None:
         """Until cancelled. Raises JoinError, DaemonDied."""
@@ -75,15 +79,16 @@ class _Island:
             places = self._start.rejoin or await self._join(network, addresses)
             self._door.complete(places)
             place = next(place for place in places if place.peer == network.peer)
-            self._begin(network, place, places)
+            self._begin(network, place, places, tasks)
+            others = [other for other in places if other is not place]
+            await self._connect_to_all(network, others)
             tasks.create_task(self._membership.run())
             tasks.create_task(self._report_refused(network))
-            others = [other for other in places if other is not place]
             interval = self._membership.interval
             tasks.create_task(
                 publish_for_ever(self._daemon, self._config.run.name, place, others, self._start.state, interval)
             )
-            await self._connect_to_all(network, others)
+            await self._membership.wait_until_known()
             self._send(ipc.Joined(Seat(place.slot, addresses[0]), places, self._listen(addresses[0])))
             while True:
                 launch = await self._launches.get()
@@ -99,7 +104,7 @@ class _Island:
     async def _join(self, network: Network, addresses: tuple[str, ...]) -> tuple[ipc.Place, ...]:
         swarm = self._config.swarm
         if self._door.first:
-            self._door.enter(ipc.Place(max(swarm.slot, 0), network.peer, addresses))
+            self._door.enter(network.peer, addresses, swarm.slot)
             await wait_for_all(self._door, addresses[0], swarm.join_timeout)
             return tuple(self._door.places[slot] for slot in sorted(self._door.places))
         hello = messages.Hello(
@@ -119,7 +124,7 @@ class _Island:
             first_addresses=tuple(swarm.initial_peers),
         )
 
-    def _begin(self, network: Network, place: ipc.Place, places: tuple[ipc.Place, ...]) -> None:
+    def _begin(self, network: Network, place: ipc.Place, places: tuple[ipc.Place, ...], tasks: asyncio.TaskGroup) -> None:
         exchange = self._config.exchange
         self._membership = Membership(network, place.slot, exchange.peer_timeout, self._send)
         around = Surroundings(
@@ -130,7 +135,7 @@ class _Island:
             exchange.round_deadline,
             exchange.min_islands,
             report=self._send,
-            background=self._run_in_background,
+            background=tasks.create_task,
         )
         self._rounds = Rounds(around, self._start.state, end=self._send)
         self._membership.start(places)
@@ -178,11 +183,6 @@ class _Island:
     def _heard(self, peer: str) -> None:
         if self._membership:
             self._membership.heard(peer)
-
-    def _run_in_background(self, work: Coroutine) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     def _read_pipe(self) -> None:
         try:

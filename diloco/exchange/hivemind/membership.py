@@ -58,6 +58,7 @@ class Membership:
         self._by_peer: dict[str, Member] = {}
         self._incarnation, self._sequence = secrets.token_bytes(32), 0
         self._news: dict[int, asyncio.Event] = {}
+        self._acquainted: dict[int, asyncio.Event] = {}
 
     def start(self, places: Iterable[Place]) -> None:
         """Begin with these members, all of them taken for alive."""
@@ -66,7 +67,7 @@ class Membership:
                 continue
             member = Member(place.slot, place.peer)
             self.members[place.slot] = self._by_peer[place.peer] = member
-            self._news[place.slot] = asyncio.Event()
+            self._news[place.slot], self._acquainted[place.slot] = asyncio.Event(), asyncio.Event()
             self._network.know(place.peer, place.addresses)
 
     def live(self) -> list[Member]:
@@ -119,6 +120,14 @@ class Membership:
             for member in self.members.values():
                 tasks.create_task(self._keep_informed(member))
 
+    async def wait_until_known(self) -> None:
+        """Wait until every member has taken a status of this island, ``peer_timeout`` at most."""
+        known = [asyncio.ensure_future(event.wait()) for event in self._acquainted.values()]
+        if known:
+            await asyncio.wait(known, timeout=self.peer_timeout)
+        for waiting in known:
+            waiting.cancel()
+
     async def leave(self) -> None:
         """Tell everyone, waiting a second at most."""
         calls = (self._network.call(member.peer, messages.Leave(), _LEAVE_SECONDS) for member in self.live())
@@ -134,6 +143,7 @@ class Membership:
                 if isinstance(reply, messages.Refused):  # it has not heard yet that all are there
                     await asyncio.sleep(_TELL_AGAIN_SECONDS)
                     continue
+                self._acquainted[member.slot].set()
             except Unreachable as error:
                 if error.gone:
                     self.lost(member, f"can't be reached: {error}")
