@@ -75,7 +75,8 @@ def test_three_islands_agree_on_the_plain_outer_step_to_the_bit_over_three_round
     islands, weights = Islands(3), [1000.0, 3000.0, 500.0]
     anchor, momentum = islands.fragments()[0].anchor.clone(), torch.zeros(SIZES[0])
     for round_number in range(3):
-        moved = [islands.launch(slot, 0, weights[slot], round_number) for slot in range(3)]
+        arriving = {slot: islands.launch(slot, 0, weights[slot], round_number) for slot in (2, 0, 1)}
+        moved = [arriving[slot] for slot in range(3)]  # the order of slots counts, not that of arrival
         outcomes = islands.outcomes()
         anchor, momentum = plain_step(anchor, momentum, moved, weights)
         for state, outcome in zip(islands.fragments(), outcomes, strict=True):
