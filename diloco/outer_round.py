@@ -82,6 +82,9 @@ class OuterRound:
         if outcome.kind == "committed":
             self._mover.scatter(fragment, _OWNER, state and state.anchor)
             self._tokens[fragment] -= self._offered[fragment]
+        elif not outcome.finite:  # nothing can be kept of such parameters, and no gradient would ever mend them
+            self._mover.scatter(fragment, _OWNER, state and state.anchor)
+            self._tokens[fragment] = 0
         elif outcome.kind == "left_out":  # the others moved on: follow them, and keep this island's work for the next round
             self._mover.scatter(fragment, _OWNER, state and state.anchor - state.previous_anchor, apply=Tensor.add_)
         return outcome
@@ -112,5 +115,7 @@ class OuterRound:
             cosine=outcome.cosine,
             digest=outcome.digest,
         )
+        if not outcome.finite:
+            self._metrics.write("event", what="reset", detail=f"parameters were not finite at step {step}; took the anchor")
         for event in self._coordinator.exchange.events() if self._coordinator else ():
             self._metrics.write("event", what=event.what, detail=event.detail)

@@ -29,6 +29,7 @@ class FragmentState:
 
     def __init__(self, index: int, numel: int, dtype: torch.dtype, optimizer: OuterOptimizer, memory: "_Arena") -> None:
         self.index, self.numel, self.dtype, self._optimizer = index, numel, dtype, optimizer
+        self._staged = False  # known to the process that stages
         self._active = memory.take(1, torch.int64)
         self._heights = memory.take(2, torch.int64)
         self._digests = [memory.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
@@ -111,8 +112,15 @@ class FragmentState:
         return digest
 
     def commit(self) -> None:
-        """Swap: the staged state becomes the agreed one."""
+        """Swap: the staged state becomes the agreed one.
+
+        Raises:
+            RuntimeError: nothing was staged since the last commit; a swap would go back to what was agreed before.
+        """
+        if not self._staged:
+            raise RuntimeError(f"fragment {self.index}: nothing was staged at height {self.height}, so nothing can be committed")
         self._active.fill_(1 - self._now)
+        self._staged = False
 
     def _tensors(self, copy: int) -> list[Tensor]:
         return [self._anchors[copy], *self._states[copy].values()]
@@ -124,6 +132,7 @@ class FragmentState:
         self._digests[copy].copy_(_to_tensor(digest.digest()))
         self._lineages[copy].copy_(_to_tensor(hashlib.sha256(parent + digest.digest()).digest()))
         self._heights[copy] = height
+        self._staged = copy != self._now
         return digest.hexdigest()
 
 

@@ -134,7 +134,8 @@ def _mean_where_furthest(rows_of_islands: list[list[Row]]) -> float | None:
     """Mean of the last losses, over the islands that came furthest: an island that died early does not blur the end."""
     last = [rows[-1] for rows in rows_of_islands if rows]
     furthest = max((row.get("step", 0) for row in last), default=0)
-    return _mean([row.get("loss") for row in last if row.get("step", 0) == furthest])
+    losses = [row.get("loss") for row in last if row.get("step", 0) == furthest]
+    return None if None in losses else _mean(losses)  # one that is not a number makes the mean none
 
 
 def _starts_at_zero(evals: list[Row]) -> bool:
@@ -287,7 +288,7 @@ def _over_tokens(record: IslandRecord, rows: list[Row], key: str) -> tuple[list[
     for row in record.steps:
         total += row.get("tokens", 0)
         tokens[row["step"]] = total
-    known = [row for row in rows if row.get("step") in tokens and math.isfinite(row.get(key, math.nan))]
+    known = [row for row in rows if row.get("step") in tokens and row.get(key) is not None]
     return [tokens[row["step"]] for row in known], [row[key] for row in known]
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ _SECONDS_BETWEEN_STEP_LINES = 5.0
 class Metrics:
     """Writes rows of one island; on ranks other than the first it does nothing.
 
-    Every row carries ``kind``, ``island`` and ``time`` (Unix seconds). See "Command line and files" in the documentation for each kind's keys.
+    Every row carries ``kind``, ``island`` and ``time`` (Unix seconds); a number that is not finite is null there. See "Command line and files" in the documentation for each kind's keys.
     """
 
     def __init__(self, folder: Path, island: int, enabled: bool, tensorboard: bool = False) -> None:
@@ -34,7 +35,9 @@ class Metrics:
         """Append a row and, for the person who watches, a line."""
         if self._file is None:
             return
-        self._file.write(json.dumps({"kind": kind, "island": self._island, "time": time.time(), **values}) + "\n")
+        row = {"kind": kind, "island": self._island, "time": time.time(), **values}
+        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._show(kind, values)
         if self._board and "step" in values:
             for name, value in values.items():

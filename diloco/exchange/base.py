@@ -1,5 +1,6 @@
 """What an exchange is: the means by which islands agree."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -45,6 +46,11 @@ class RoundOutcome:
     exchange_seconds: float = 0.0
     pseudo_gradient_norm: float = 0.0
     cosine: float = 0.0
+
+    @property
+    def finite(self) -> bool:
+        """Whether this island's own parameters were numbers, all of them; else it took no part."""
+        return math.isfinite(self.pseudo_gradient_norm)
 
 
 @dataclass(frozen=True)

@@ -120,11 +120,12 @@ class Scripted:
         self.offers.append((self.state.local.clone(), weight))
 
     def outcome(self, fragment: int) -> RoundOutcome:
-        kind = self.kinds.pop(0)
+        kind, _, health = self.kinds.pop(0).partition(" ")
         if kind != "skipped":
             self.state.stage(torch.full_like(self.state.anchor, 0.25))  # lr 1, no momentum: the anchor sinks by 0.25
             self.state.commit()
-        return RoundOutcome(kind, fragment, self.state.height, reason="as scripted")
+        norm = float("nan") if health == "poisoned" else 1.0
+        return RoundOutcome(kind, fragment, self.state.height, reason="as scripted", pseudo_gradient_norm=norm)
 
     def events(self) -> list:
         return []
@@ -163,6 +164,14 @@ def test_what_becomes_of_the_parameters_after_each_outcome(ranks: RankPool, worl
             assert torch.equal(left_out, result["locals"][2][name] + moved)
     weights = ranks.run(scripted_island, 1, ["skipped", "committed", "left_out", "committed"])[0]["weights"]
     assert weights == [128.0, 256.0, 128.0, 256.0]  # work that was not averaged counts again in the next offer
+
+
+@pytest.mark.parametrize("kind", ["skipped poisoned", "left_out poisoned"])
+def test_parameters_that_are_not_finite_are_replaced_by_the_anchor(ranks: RankPool, kind: str) -> None:
+    result = ranks.run(scripted_island, 1, [kind, "committed"])[0]
+    for name, start in result["start"].items():
+        assert torch.equal(result["landed"][0][name], start if kind.startswith("skipped") else start - 0.25)
+    assert result["weights"] == [128.0, 128.0]  # the work is lost, and does not count
 
 
 def rows_of_plain_training(process: Process, folder: str) -> list[dict[str, float]]:
