@@ -9,12 +9,21 @@ import pytest
 from harness import settings
 
 from diloco.config import RunConfig
+from diloco.codecs.none import NoCodec
+from diloco.exchange.base import RoundOutcome
 from diloco.exchange.hivemind import messages
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.catch_up import tip_to_adopt
 from diloco.exchange.hivemind.door import Door
+from diloco.exchange.hivemind.ipc import Place
+from diloco.exchange.hivemind.membership import Membership
 from diloco.exchange.hivemind.messages import Ballot, Proposal, Share, Tip
+from diloco.exchange.hivemind.network import Unreachable
+from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.settings import difference, shared_settings
+from diloco.exchange.hivemind.surroundings import Surroundings
+from diloco.outer_state import OuterState
+from islands import plugins
 from islands.config_file import parse_config
 
 A, B = bytes([1]) * 32, bytes([2]) * 32
@@ -153,6 +162,70 @@ class TestTipToAdopt:
         good, bad = self.tip(2, B, A), self.tip(2, B, B)
         assert tip_to_adopt(self.tip(1), {1: good, 2: bad}) is None
         assert tip_to_adopt(self.tip(1), {1: bad, 2: good, 3: good}) == good
+
+
+class TestRound:
+    """What a round does with members that say nothing."""
+
+    class Network:
+        """Answers every status with a given one, and opens no stream."""
+
+        peer = "peer0"
+
+        def __init__(self, reply: messages.Status | None) -> None:
+            self.reply, self.asked = reply, 0
+
+        def know(self, peer: str, addresses: tuple[str, ...]) -> None:
+            """Nothing to know."""
+
+        async def call(self, peer: str, request: messages.Request, timeout: float) -> messages.Reply:
+            """The reply, or none in time."""
+            self.asked += 1
+            if self.reply is None:
+                raise Unreachable("no answer", gone=False)
+            return self.reply
+
+        async def open_stream(self, *arguments: object) -> None:
+            """Not here."""
+            raise Unreachable("no stream")
+
+    def outcome(
+        self, reply: messages.Status | None, deadline: float, passed_seconds: float
+    ) -> tuple[RoundOutcome, int, int]:
+        """Of a round with one live member that offers nothing, launched that long ago; times asked; height afterwards."""
+        state = OuterState([4], plugins.build("diloco.outer_optimizers", parse_config(RunConfig, settings()).outer.optimizer))
+        state.fragments[0].initialize()
+        network, said = self.Network(reply), []
+
+        async def run() -> RoundOutcome:
+            membership = Membership(network, 0, 10.0, said.append)
+            membership.start([Place(0, "peer0", ()), Place(1, "peer1", ())])
+            around = Surroundings("test", network, membership, NoCodec(), deadline, 1, said.append, asyncio.ensure_future)
+            current = Round(around, state.fragments[0], 1.0, keep=lambda attempt: None)
+            current._started -= passed_seconds
+            current._deadline -= passed_seconds
+            return await current.run()
+
+        return asyncio.run(run()), network.asked, state.fragments[0].height
+
+    def status(self, height: int) -> messages.Status:
+        tips = (Tip(fragment=0, height=height, lineage=B, digest=B),) if height else ()
+        return messages.Status(incarnation=A, sequence=1, tips=tips, offers=())
+
+    def test_goes_on_without_one_that_is_late_and_says_so(self) -> None:
+        outcome, asked, height = self.outcome(self.status(0), deadline=40.0, passed_seconds=21.0)
+        assert (outcome.kind, outcome.members, height) == ("committed", (0,), 1) and asked == 1
+
+    def test_never_without_one_that_may_have_moved_on(self) -> None:
+        """As after a freeze: the last thing heard of the other is old."""
+        outcome, asked, height = self.outcome(self.status(1), deadline=3.0, passed_seconds=2.0)
+        assert (outcome.kind, height) == ("skipped", 0) and asked >= 1 and "no state came" in outcome.reason
+        outcome, asked, height = self.outcome(None, deadline=1.0, passed_seconds=0.6)
+        assert (outcome.kind, height) == ("skipped", 0) and asked >= 1
+
+    def test_waits_at_first(self) -> None:
+        outcome, asked, height = self.outcome(None, deadline=1.0, passed_seconds=0.0)
+        assert outcome.kind == "skipped" and "islands [1] offered nothing within 1 s" in outcome.reason
 
 
 class TestDoor:

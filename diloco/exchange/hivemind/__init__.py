@@ -1,8 +1,9 @@
 """Islands that are processes anywhere, over hivemind's libp2p daemon and DHT.
 
-Reading order: ``client`` (the trainer's end), ``process`` and ``island`` (the exchange process), ``door`` (who may come
-in), ``membership`` (who is there), ``rounds`` and ``round`` (how islands agree), ``attempt`` (one try, its votes),
-``scatter_reduce`` and ``catch_up`` (the bytes), ``network`` and ``messages`` (the wire).
+In order of reading: ``client`` is the trainer's end of an exchange process, ``process`` its start and ``island`` its inside.
+``door`` lets islands in, ``membership`` knows who is alive, ``directory`` puts them into the DHT. ``rounds`` dispatches, a
+``round`` goes from launch to outcome: ``offers`` tells who proposes whom, an ``attempt`` counts votes, ``voting`` casts and
+settles them, ``scatter_reduce`` and ``catch_up`` move the bytes. ``network``, ``messages`` and ``daemon`` are the wire.
 """
 
 from typing import Literal

@@ -28,7 +28,6 @@ _STABLE_SECONDS = 60.0
 @dataclass(frozen=True)
 class _Launched:
     height: int
-    weight: float
     time: float
 
 
@@ -80,7 +79,7 @@ class HivemindExchange:
         with self._changed:
             if fragment in self._launched:
                 raise RuntimeError(f"a round of fragment {fragment} is in flight; take its outcome first")
-            self._launched[fragment] = _Launched(self._state.fragments[fragment].height, weight, time.monotonic())
+            self._launched[fragment] = _Launched(self._state.fragments[fragment].height, time.monotonic())
             if self._pipe is None:
                 self._outcomes[fragment] = self._skipped(fragment, "the exchange process is being started again")
             else:
@@ -162,12 +161,11 @@ class HivemindExchange:
             child.start()
             self._process, self._pipe = child, ours
         theirs.close()
-        while ours in (ready := wait([ours, child.sentinel])):
+        while ours in wait([ours, child.sentinel]):  # what it said before it died comes first
             try:
                 self._receive(ours.recv())
             except (EOFError, OSError):
                 break
-        del ready
         child.join()
         with self._changed:
             self._end_reason = self._end_reason or f"ended ({describe_exit(child.exitcode)})"

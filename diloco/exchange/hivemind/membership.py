@@ -14,7 +14,7 @@ from diloco.exchange.hivemind.network import Network, Unreachable
 
 _LONGEST_INTERVAL_SECONDS = 5.0
 _LEAVE_SECONDS = 1.0
-_TELL_AGAIN_SECONDS = 0.25
+_TELL_AGAIN_SECONDS = 0.5
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Membership:
     Attributes:
         slot: this island's own.
         interval: seconds between two status messages.
+        standing: gives what this island's status holds.
         on_change: called after anything in here changed.
         on_lost: called with a member that is not alive any more, and why.
     """
@@ -108,6 +109,23 @@ class Membership:
         member.offers = {offer.fragment: offer for offer in status.offers}
         self.on_change()
 
+    async def exchange_status(self, member: Member) -> bool:
+        """Send a member this island's status and take in its own, which it made after it was asked.
+
+        Returns:
+            False where there is no answer within an interval, or it does not take this island for a member yet.
+        """
+        try:
+            reply = await self._network.call(member.peer, self.status(), self.interval)
+        except Unreachable as error:
+            if error.gone:
+                self.lost(member, f"can't be reached: {error}")
+            return False
+        if not isinstance(reply, Status):
+            return False
+        self.receive_status(member, reply)
+        return True
+
     def publish(self) -> None:
         """Send this island's status to everyone now, because it changed."""
         for event in self._news.values():
@@ -137,24 +155,18 @@ class Membership:
         news = self._news[member.slot]
         while True:
             news.clear()
-            try:
-                # A member that doesn't answer may miss this one, but never holds up the news for longer than an interval.
-                reply = await self._network.call(member.peer, self._status(), self.interval)
-                if isinstance(reply, messages.Refused):  # it has not heard yet that all are there
-                    await asyncio.sleep(_TELL_AGAIN_SECONDS)
-                    continue
-                self._acquainted[member.slot].set()
-            except Unreachable as error:
-                if error.gone:
-                    self.lost(member, f"can't be reached: {error}")
-                await asyncio.sleep(min(1.0, self.interval))
+            if not await self.exchange_status(member):
+                await asyncio.sleep(_TELL_AGAIN_SECONDS if member.alive else self.interval)
+                continue
+            self._acquainted[member.slot].set()
             try:
                 async with asyncio.timeout(self.interval):
                     await news.wait()
             except TimeoutError:
                 pass
 
-    def _status(self) -> Status:
+    def status(self) -> Status:
+        """Where this island stands now."""
         tips, offers = self.standing()
         self._sequence += 1
         return Status(

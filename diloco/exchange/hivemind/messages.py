@@ -114,7 +114,7 @@ class Offer(_Message):
 
 
 class Status(_Message):
-    """Sign of life, sent at an interval and whenever it changes. Replaces the member's last one.
+    """Sign of life, sent at an interval and whenever it changes, and the answer to one. Replaces the member's last one.
 
     ``incarnation`` tells one process of an island from the next, ``sequence`` the order of its messages.
     """
@@ -218,7 +218,7 @@ class StateHeader(_Message):
 
 
 Request = Hello | Status | Leave | Proposal | Vote | Settle
-Reply = Wait | Welcome | Elsewhere | Refused | Ack | Settled
+Reply = Wait | Welcome | Elsewhere | Refused | Ack | Settled | Status
 Header = ContributionHeader | StateRequest | StateHeader | Refused
 Message = Request | Reply | Header
 

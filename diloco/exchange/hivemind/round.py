@@ -120,7 +120,7 @@ class Round:
         if tip:
             return await self._catch_up(tip)
         shares = self._shares_to_propose()
-        if shares:
+        if shares and await self._may_go_without_others(shares):
             return self._propose(shares)
         reason = self._reason_to_stop()
         return self._skipped(reason) if reason else None
@@ -150,6 +150,18 @@ class Round:
         peers = {slot: member.peer for slot, member in self._around.membership.members.items()}
         patient = time.monotonic() < self._started + _LAGGARD_SHARE * self._around.round_deadline
         return shares_to_propose(self._own_share(), peers, self._offers(), patient, self._around.min_islands)
+
+    async def _may_go_without_others(self, shares: tuple[Share, ...]) -> bool:
+        """Ask the live members that the proposal would not name where they stand, and see whether it is still right.
+
+        An island that stood still for a while knows only what the others said before: without this it would take them for
+        late, go on without them, and split the swarm.
+        """
+        named = {share.slot for share in shares}
+        unnamed = [member for member in self._around.membership.live() if member.slot not in named]
+        answers = await asyncio.gather(*(self._around.membership.exchange_status(member) for member in unnamed))
+        still = not self._attempt and not self._tip_to_adopt() and self._shares_to_propose() == shares
+        return still and all(answers)
 
     def _reason_to_stop(self) -> str:
         offers = self._offers()

@@ -67,7 +67,7 @@ class Rounds:
         match request:
             case Status():
                 self._around.membership.receive_status(member, request)
-                return Ack()
+                return self._around.membership.status()
             case Leave():
                 self._around.membership.lost(member, "left the run", what="left")
                 return Ack()
