@@ -97,6 +97,52 @@ def test_every_grid_equals_one_process(ranks: RankPool, grid: str, micro_batch_s
     check_parity(ranks, world_size, parallel=parallel, train=dict(micro_batch_size=micro_batch_size))
 
 
+#: Tensor parallel: 4 query heads with 2 key-value heads, a vocabulary of 257 padded to 258.
+TENSOR_GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, dict()),
+    "tp2 sequence": (2, dict(sequence_parallel=True)),
+    "zero3 x tp2": (4, dict(data_parallel_strategy="zero3")),
+    "zero3 x tp2 sequence": (4, dict(data_parallel_strategy="zero3", sequence_parallel=True)),
+    "zero2 x tp2": (4, dict(data_parallel_strategy="zero2")),
+    "zero1 x tp2 sequence": (4, dict(data_parallel_strategy="zero1", sequence_parallel=True)),
+    "ddp x tp2": (4, dict(data_parallel_strategy="ddp")),
+    "ddp x tp2 sequence": (4, dict(data_parallel_strategy="ddp", sequence_parallel=True)),
+    "hybrid 2x2 x tp2": (8, dict(data_parallel_strategy="hybrid_shard", shard_size=2)),
+}
+
+
+def check_tensor_parity(ranks: RankPool, world_size: int, parallel: dict[str, Any], **overrides: dict[str, Any]) -> None:
+    model = dict(pad_vocab_to_multiple_of=2) | overrides.pop("model", {})
+    check_parity(ranks, world_size, parallel=dict(tensor_parallel_size=2) | parallel, model=model, **overrides)
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 1], ids=["whole", "accumulated"])
+@pytest.mark.parametrize("grid", TENSOR_GRIDS)
+def test_every_tensor_grid_equals_one_process(ranks: RankPool, grid: str, micro_batch_size: int) -> None:
+    check_tensor_parity(ranks, *TENSOR_GRIDS[grid], train=dict(micro_batch_size=micro_batch_size))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_four_tensor_ranks_with_four_key_value_heads(ranks: RankPool, sequence_parallel: bool) -> None:
+    model = dict(num_kv_heads=4, pad_vocab_to_multiple_of=4)
+    check_tensor_parity(ranks, 4, dict(tensor_parallel_size=4, sequence_parallel=sequence_parallel), model=model)
+
+
+@pytest.mark.parametrize("grid", ["tp2", "zero3 x tp2 sequence", "ddp x tp2"])
+def test_tied_embeddings_cut_by_vocabulary(ranks: RankPool, grid: str) -> None:
+    check_tensor_parity(ranks, *TENSOR_GRIDS[grid], model=dict(tied_embeddings=True))
+
+
+def test_padding_spread_unevenly_over_data_and_tensor_ranks(ranks: RankPool) -> None:
+    check_tensor_parity(ranks, *TENSOR_GRIDS["zero1 x tp2 sequence"], padded=True, train=dict(micro_batch_size=2))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("grid", ["tp2 sequence", "ddp x tp2", "zero3 x tp2"])
+def test_recompute_of_cut_blocks(ranks: RankPool, mode: str, grid: str) -> None:
+    check_tensor_parity(ranks, *TENSOR_GRIDS[grid], train=dict(recompute=mode, micro_batch_size=2))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_tied_embeddings(ranks: RankPool, strategy: str) -> None:
     check_parity(ranks, 2, parallel=dict(data_parallel_strategy=strategy), model=dict(tied_embeddings=True))
