@@ -119,8 +119,10 @@ def build_mesh(grid: Grid, process: Process) -> IslandMesh:
     sizes = (1, grid.pipeline, grid.replicate, grid.shard, grid.tensor)
     root = init_device_mesh(process.device.type, sizes, mesh_dim_names=AXES)
     data = root["replicate", "shard"]._flatten("data")
-    model = root["shard", "tensor"]._flatten("model")  # found by DTensor, for one all-reduce of a norm in place of two
-    for group in (*root.get_all_groups(), data.get_group(), model.get_group()):
+    groups = [*root.get_all_groups(), data.get_group()]
+    if grid.tensor > 1:  # DTensor finds it, and sums a norm over both axes at once
+        groups.append(root["shard", "tensor"]._flatten("shard_tensor").get_group())
+    for group in groups:
         _set_timeout(group, process.timeout)
     return IslandMesh(root, data)
 
