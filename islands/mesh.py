@@ -41,7 +41,7 @@ def check_grid(config: IslandConfig, world_size: int) -> Grid:
     """The grid that ``config`` asks for on ``world_size`` ranks.
 
     Raises:
-        ConfigError: the sizes don't multiply to the world, or the batch or model does not divide; with what would fit.
+        ConfigError: the sizes don't multiply to the world, or batch or model don't divide; with what would fit.
     """
     parallel, train = config.parallel, config.train
     model_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -88,9 +88,10 @@ def _check_tensor_parallel(config: IslandConfig) -> None:
         return
     plugins.load("islands.models", config.model.type).check_tensor_parallel(config.model, size)
     if config.parallel.sequence_parallel and seq_len % size:
+        nearest = sorted({max(size, seq_len // size * size), (seq_len // size + 1) * size})
         raise ConfigError(
             f"parallel.sequence_parallel: tensor_parallel_size={size} ranks can't share data.seq_len={seq_len} positions evenly; "
-            f"the nearest lengths are {seq_len // size * size or size} and {(seq_len // size + 1) * size}; or set it to false"
+            f"the nearest lengths that they can are {' and '.join(map(str, nearest))}; or set sequence_parallel to false"
         )
     if config.train.compile:
         raise ConfigError(

@@ -58,7 +58,7 @@ class Config(ModelSection):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of embedding and output. The padded ones are classes of the loss like all others; no target ever names them."""
+        """Rows of embedding and output. The added ones are classes of the loss like all others, which no target ever names."""
         return -(-self.vocab_size // self.pad_vocab_to_multiple_of) * self.pad_vocab_to_multiple_of
 
     @model_validator(mode="after")
@@ -187,7 +187,7 @@ class Llama(nn.Module):
         return self.layers
 
     def tensor_plan(self) -> TensorPlan:
-        """Attention is cut by heads, the feed-forward block by intermediate features, embedding and output by vocabulary."""
+        """Attention is cut by heads, the feed-forward half by intermediate features, embedding and output by vocabulary."""
         attention, feed_forward = "layers.*.self_attn", "layers.*.mlp"
         return {
             "embed_tokens": Cut.VOCABULARY,
@@ -239,7 +239,8 @@ def check_tensor_parallel(config: Config, size: int) -> None:
     Raises:
         ConfigError: they can't; with the sizes that can.
     """
-    sizes = {f"model.{key}": getattr(config, key) for key in ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")}
+    keys = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
+    sizes = {f"model.{key}": getattr(config, key) for key in keys}
     vocabulary = f"the padded vocabulary (model.vocab_size={config.vocab_size}, "
     vocabulary += f"model.pad_vocab_to_multiple_of={config.pad_vocab_to_multiple_of})"
     sizes[vocabulary] = config.padded_vocab_size
@@ -248,8 +249,8 @@ def check_tensor_parallel(config: Config, size: int) -> None:
         fitting = [n for n in range(1, config.num_kv_heads + 1) if all(number % n == 0 for number in sizes.values())]
         pad = f". To round the vocabulary up, set model.pad_vocab_to_multiple_of to a multiple of {size}"
         raise ConfigError(
-            f"parallel.tensor_parallel_size: {size} does not divide {' and '.join(stuck)}; sizes that divide these and all else "
-            f"that is shared: {', '.join(map(str, fitting))}{pad if config.padded_vocab_size % size else ''}"
+            f"parallel.tensor_parallel_size: {size} does not divide {' and '.join(stuck)}; sizes that divide these and all "
+            f"else that is shared: {', '.join(map(str, fitting))}{pad if config.padded_vocab_size % size else ''}"
         )
 
 

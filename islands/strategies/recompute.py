@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-#: Costly to compute and small to keep: `selective` saves their results and recomputes the rest. Beside matrix products, these are
-#: the sums over tensor-parallel ranks that follow them.
+#: Costly to compute and small to keep: `selective` saves their results and recomputes the rest. Matrix products, and the sums
+#: over tensor-parallel ranks that follow them.
 _SAVED = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,

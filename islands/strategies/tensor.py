@@ -1,6 +1,6 @@
 """Tensor parallel: each matrix product is shared by the ranks of the ``tensor`` axis (arXiv 1909.08053, 2205.05198).
 
-A half of a block is a pair of products, the first cut by columns, the second by rows. Communication of a half, over n ranks:
+A half of a block is a pair of products, the first cut by columns, the second by rows. Communication of a half over n ranks:
 
 =================  ============================  ============================  ======================
 sequence parallel  forward                       backward                      stream on a rank
@@ -9,15 +9,15 @@ off                one all-reduce                one all-reduce                (
 on                 all-gather, reduce-scatter    all-gather, reduce-scatter    (B, T / n, D)
 =================  ============================  ============================  ======================
 
-Both move the same bytes. Every parameter becomes a DTensor on the ``tensor`` axis, norm weights too: gradients of one norm have to live
-on one mesh to be clipped by it. Embedding and output layer are cut by vocabulary, and so is the loss: logits are never gathered.
+Both move the same bytes. Every parameter becomes a DTensor on the ``tensor`` axis, norm weights too: gradients of one norm
+have to live on one mesh to be clipped by it. Embedding and output layer are cut by vocabulary, and so is the loss: logits are
+never gathered.
 """
 
 import contextlib
 from functools import partial
 from typing import ContextManager
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +34,11 @@ from islands.tensor_plan import Cut
 
 
 def cut_model(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Cut ``model``, on the meta device, in place by its own plan over the ``tensor`` axis ``mesh``."""
+    """Cut the whole ``model``, on the meta device, in place by its own plan over the ``tensor`` axis ``mesh``.
+
+    Raises:
+        ValueError: the plan leaves a parameter out.
+    """
     stream = Shard(1) if sequence_parallel else Replicate()
     for name, cut in model.tensor_plan().items():
         parallelize_module(model, mesh, {name: _style(cut, stream)}, src_data_rank=None)
@@ -86,13 +90,13 @@ class _OnStream(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Replicate())
-        module.register_forward_pre_hook(lambda _, inputs: (_on_mesh(inputs[0], device_mesh, self._stream), *inputs[1:]))
+        module.register_forward_pre_hook(lambda _, inputs: (_on_mesh(inputs[0], device_mesh, self._stream),))
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
 
 
 class _WholeInput(ParallelStyle):
-    """Makes the first argument whole, as one DTensor for all that use it, so that their gradients are summed before they are reduced."""
+    """Makes the first argument whole, as one DTensor for all that use it: their gradients are summed before they are reduced."""
 
     def __init__(self, stream: Placement) -> None:
         self._stream = stream

@@ -332,7 +332,7 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
          "model.pad_vocab_to_multiple_of=1)=257; sizes that divide these and all else that is shared: 1. To round the vocabulary "
          "up, set model.pad_vocab_to_multiple_of to a multiple of 2"),
         (dict(parallel=dict(tensor_parallel_size=2, sequence_parallel=True), model=dict(vocab_size=256), data=dict(seq_len=17)), 2,
-         "tensor_parallel_size=2 ranks can't share data.seq_len=17 positions evenly; the nearest lengths are 16 and 18"),
+         "tensor_parallel_size=2 ranks can't share data.seq_len=17 positions evenly; the nearest lengths that they can are 16 and 18"),
         (dict(parallel=dict(tensor_parallel_size=2), model=dict(vocab_size=256), train=dict(compile=True)), 2,
          "train.compile: true does not go with parallel.tensor_parallel_size=2: torch.compile fails"),
     ],
