@@ -64,7 +64,10 @@ class ParallelSection(Section):
     data_parallel_size: int = Field(-1, ge=-1, description="data-parallel ranks; -1: all that the other axes leave")
     shard_size: int = Field(0, ge=0, description="hybrid_shard: ranks that shard among themselves, such as those of a node")
     shard_strategy: Literal["zero2", "zero3"] = Field("zero3", description="hybrid_shard: what is sharded inside a group")
-    tensor_parallel_size: Literal[1] = Field(1, description="ranks that share each matrix product")
+    tensor_parallel_size: int = Field(1, ge=1, description="ranks that share each matrix product; at most those of a node")
+    sequence_parallel: bool = Field(
+        False, description="between the halves of blocks, tensor-parallel ranks hold a share of the positions each, not all"
+    )
     pipeline_parallel_size: Literal[1] = Field(1, description="stages that the layers are cut into")
     cpu_offload: bool = Field(False, description="keep sharded parameters, gradients and optimizer state on the CPU")
     ddp: DdpSection = DdpSection()

@@ -6,6 +6,7 @@ from typing import Callable, ContextManager, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from islands.strategies.base import DataParallel
 
@@ -14,8 +15,9 @@ IGNORED = -100
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy in nats of logits (B, T, V) against targets (B, T)."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    """Summed cross-entropy in nats of logits (B, T, V), which may be cut along V, against targets (B, T)."""
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 class ForwardBackward(Protocol):

@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from islands import plugins
 from islands.config import IslandConfig
 from islands.config_file import ConfigError
 from islands.process import Process
@@ -40,7 +41,7 @@ def check_grid(config: IslandConfig, world_size: int) -> Grid:
     """The grid that ``config`` asks for on ``world_size`` ranks.
 
     Raises:
-        ConfigError: the sizes don't multiply to the world, or the batch does not divide; with what would fit.
+        ConfigError: the sizes don't multiply to the world, or batch or model don't divide; with what would fit.
     """
     parallel, train = config.parallel, config.train
     model_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -75,9 +76,28 @@ def check_grid(config: IslandConfig, world_size: int) -> Grid:
             f"parallel.shard_size: {shard} does not divide the {data} data-parallel ranks; "
             f"sizes that do: {', '.join(map(str, fitting))}"
         )
+    _check_tensor_parallel(config)
     return Grid(
         pipeline=parallel.pipeline_parallel_size, replicate=data // shard, shard=shard, tensor=parallel.tensor_parallel_size
     )
+
+
+def _check_tensor_parallel(config: IslandConfig) -> None:
+    size, seq_len = config.parallel.tensor_parallel_size, config.data.seq_len
+    if size == 1:
+        return
+    plugins.load("islands.models", config.model.type).check_tensor_parallel(config.model, size)
+    if config.parallel.sequence_parallel and seq_len % size:
+        nearest = sorted({max(size, seq_len // size * size), (seq_len // size + 1) * size})
+        raise ConfigError(
+            f"parallel.sequence_parallel: tensor_parallel_size={size} ranks can't share data.seq_len={seq_len} positions evenly; "
+            f"the nearest lengths that they can are {' and '.join(map(str, nearest))}; or set sequence_parallel to false"
+        )
+    if config.train.compile:
+        raise ConfigError(
+            f"train.compile: true does not go with parallel.tensor_parallel_size={size}: torch.compile fails on the "
+            "distributed tensors of tensor parallelism today; set train.compile to false, or tensor_parallel_size to 1"
+        )
 
 
 def _nearest_grids(world_size: int, model_ranks: int) -> str:
@@ -100,7 +120,10 @@ def build_mesh(grid: Grid, process: Process) -> IslandMesh:
     sizes = (1, grid.pipeline, grid.replicate, grid.shard, grid.tensor)
     root = init_device_mesh(process.device.type, sizes, mesh_dim_names=AXES)
     data = root["replicate", "shard"]._flatten("data")
-    for group in (*root.get_all_groups(), data.get_group()):
+    groups = [*root.get_all_groups(), data.get_group()]
+    if grid.tensor > 1:  # DTensor finds it, and sums a norm over both axes at once
+        groups.append(root["shard", "tensor"]._flatten("shard_tensor").get_group())
+    for group in groups:
         _set_timeout(group, process.timeout)
     return IslandMesh(root, data)
 

@@ -1,6 +1,7 @@
 """Apply the strategies to a model, in the one order that works."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Collection
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from islands.forward_backward import ForwardBackward, WholeModel
 from islands.initialize import initialize, parameter_dtype
 from islands.mesh import Grid, IslandMesh
 from islands.process import Process
-from islands.strategies import ddp, fsdp, recompute
+from islands.strategies import ddp, fsdp, recompute, tensor
 from islands.strategies.base import DataParallel
 
 
@@ -38,6 +39,8 @@ def parallelize(model: nn.Module, grid: Grid, mesh: IslandMesh, process: Process
     compiled blocks. Only DistributedDataParallel wants weights to be there already.
     """
     train = config.train
+    if grid.tensor > 1:
+        tensor.cut_model(model, mesh.root["tensor"], config.parallel.sequence_parallel)
     if train.recompute != "none":
         recompute.recompute_blocks(model, train.recompute)
     if train.compile:
@@ -48,14 +51,14 @@ def parallelize(model: nn.Module, grid: Grid, mesh: IslandMesh, process: Process
     if wrapped is None:
         wrapped = ddp.wrap_model(model, mesh.data.get_group(), config.parallel.ddp, train.precision, process.device)
     micro_batch_size = train.micro_batch_size or train.global_batch_size // grid.data
-    return ParallelModel([model], WholeModel(wrapped, micro_batch_size))
+    return ParallelModel([model], WholeModel(wrapped, micro_batch_size, partial(tensor.loss_context, grid.tensor)))
 
 
 def _data_parallel(model: nn.Module, grid: Grid, mesh: IslandMesh, config: IslandConfig) -> DataParallel | None:
-    """Shard ``model`` over the data axes; None for ``ddp``, which wraps it later."""
+    """Shard ``model`` over the data axes; None where DistributedDataParallel wraps it later."""
     parallel, strategy = config.parallel, config.parallel.data_parallel_strategy
     if strategy == "ddp":
-        return None
+        return ddp.replicate_model(model, mesh.root["replicate"], config.train.precision) if grid.tensor > 1 else None
     axes = mesh.root["shard"]
     if strategy == "hybrid_shard":
         strategy, axes = parallel.shard_strategy, mesh.root["replicate", "shard"]

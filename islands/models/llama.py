@@ -13,6 +13,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from islands.config import ModelSection
+from islands.config_file import ConfigError
+from islands.tensor_plan import Cut, TensorPlan
 
 #: Sizes by name, about so many parameters; any key can be overridden beside ``preset``.
 PRESETS: dict[str, dict[str, int]] = {
@@ -31,6 +33,12 @@ class Config(ModelSection):
     type: Literal["llama"] = "llama"
     preset: Literal["quickstart", "15M", "60M", "150M", "1B", "7B"] = "quickstart"
     vocab_size: int = Field(256, ge=2, description="different tokens; 256 for bytes")
+    pad_vocab_to_multiple_of: int = Field(
+        1,
+        ge=1,
+        description="rows of embedding and output are rounded up to a multiple of it, the added ones being tokens that never "
+        "occur; part of the model whatever the grid, so that islands with different grids agree",
+    )
     hidden_size: int = Field(0, ge=0, description="width of the residual stream; 0: as the preset says, like all sizes below")
     num_layers: int = Field(0, ge=0)
     num_heads: int = Field(0, ge=0, description="query heads")
@@ -47,6 +55,11 @@ class Config(ModelSection):
             return raw
         sizes = PRESETS.get(str(raw.get("preset", "quickstart")), {})
         return {**raw, **{key: value for key, value in sizes.items() if not raw.get(key)}}
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of embedding and output. The added ones are classes of the loss like all others, which no target ever names."""
+        return -(-self.vocab_size // self.pad_vocab_to_multiple_of) * self.pad_vocab_to_multiple_of
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "Config":
@@ -152,15 +165,15 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids (B, T) to logits (B, T, V)."""
+    """Token ids (B, T) to logits (B, T, V), V being ``padded_vocab_size``."""
 
     def __init__(self, config: Config, seq_len: int) -> None:
         super().__init__()
         self.config, self.seq_len = config, seq_len
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -172,6 +185,24 @@ class Llama(nn.Module):
     def blocks(self) -> nn.ModuleDict:
         """The layers, each wrapped as a unit by the strategies."""
         return self.layers
+
+    def tensor_plan(self) -> TensorPlan:
+        """Attention is cut by heads, the feed-forward half by intermediate features, embedding and output by vocabulary."""
+        attention, feed_forward = "layers.*.self_attn", "layers.*.mlp"
+        return {
+            "embed_tokens": Cut.VOCABULARY,
+            "layers.*.input_layernorm": Cut.NORM,
+            attention: Cut.HALF,
+            f"{attention}.[qkv]_proj": Cut.COLUMNS,
+            f"{attention}.o_proj": Cut.ROWS,
+            "layers.*.post_attention_layernorm": Cut.NORM,
+            feed_forward: Cut.HALF,
+            f"{feed_forward}.gate_proj": Cut.COLUMNS,
+            f"{feed_forward}.up_proj": Cut.COLUMNS,
+            f"{feed_forward}.down_proj": Cut.ROWS,
+            "norm": Cut.NORM,
+            "lm_head": Cut.LOGITS,
+        }
 
     def init_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
         """Fill what is not a parameter; needed again after ``to_empty``."""
@@ -202,10 +233,31 @@ def build(config: Config, seq_len: int) -> Llama:
     return Llama(config, seq_len)
 
 
+def check_tensor_parallel(config: Config, size: int) -> None:
+    """Whether ``size`` ranks can share the model.
+
+    Raises:
+        ConfigError: they can't; with the sizes that can.
+    """
+    keys = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
+    sizes = {f"model.{key}": getattr(config, key) for key in keys}
+    vocabulary = f"the padded vocabulary (model.vocab_size={config.vocab_size}, "
+    vocabulary += f"model.pad_vocab_to_multiple_of={config.pad_vocab_to_multiple_of})"
+    sizes[vocabulary] = config.padded_vocab_size
+    stuck = [f"{name}={number}" for name, number in sizes.items() if number % size]
+    if stuck:
+        fitting = [n for n in range(1, config.num_kv_heads + 1) if all(number % n == 0 for number in sizes.values())]
+        pad = f". To round the vocabulary up, set model.pad_vocab_to_multiple_of to a multiple of {size}"
+        raise ConfigError(
+            f"parallel.tensor_parallel_size: {size} does not divide {' and '.join(stuck)}; sizes that divide these and all "
+            f"else that is shared: {', '.join(map(str, fitting))}{pad if config.padded_vocab_size % size else ''}"
+        )
+
+
 def num_flops_per_token(config: Config, seq_len: int) -> int:
     """Floating-point operations to train on one token: 6 for each weight of a matrix product, and attention's own."""
     head_size = config.hidden_size // config.num_heads
     attention = config.hidden_size * (2 * config.hidden_size + 2 * config.num_kv_heads * head_size)
     per_layer = attention + 3 * config.hidden_size * config.intermediate_size
-    matrices = config.num_layers * per_layer + config.hidden_size * config.vocab_size
+    matrices = config.num_layers * per_layer + config.hidden_size * config.padded_vocab_size
     return 6 * matrices + 6 * config.num_layers * config.hidden_size * seq_len  # causal: half of 12 L D T

@@ -7,8 +7,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-#: Costly to compute and small to keep: `selective` saves their results and recomputes the rest.
-_MATRIX_PRODUCTS = {
+#: Costly to compute and small to keep: `selective` saves their results and recomputes the rest. Matrix products, and the sums
+#: over tensor-parallel ranks that follow them.
+_SAVED = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -16,6 +17,8 @@ _MATRIX_PRODUCTS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 
 
@@ -29,4 +32,4 @@ def recompute_blocks(model: nn.Module, mode: str) -> None:
 
 
 def _policy(context: object, operation: object, *arguments: object, **keywords: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _MATRIX_PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,5 +1,7 @@
 """Fragments leave the model whole and come back to the bit."""
 
+from typing import Any
+
 import pytest
 import torch
 from rank_pool import RankPool
@@ -13,9 +15,13 @@ from islands.island import build_island, meta_model
 from islands.process import Process
 
 
+#: The vocabulary of 257 padded, so that two tensor ranks can share it; 129 rows each, which data ranks then cut unevenly.
+MODEL = dict(pad_vocab_to_multiple_of=2)
+
+
 def halves() -> list[Fragment]:
     """Every other parameter, so that neither fragment is a run of the model."""
-    schema = schema_of(meta_model(small_config()))
+    schema = schema_of(meta_model(small_config(model=MODEL)))
     return [Fragment("even", schema[::2]), Fragment("odd", schema[1::2])]
 
 
@@ -23,10 +29,10 @@ def flat(parameters: dict[str, Tensor], fragment: Fragment) -> Tensor:
     return torch.cat([parameters[spec.name].reshape(-1) for spec in fragment.parameters])
 
 
-def move(process: Process, owner: int, bucket_bytes: int) -> dict[str, object]:
+def move(process: Process, owner: int, bucket_bytes: int, parallel: dict[str, Any]) -> dict[str, object]:
     """Gather both fragments, wreck the model, scatter them back; then add a second time through ``apply``."""
     islands.fragments.BUCKET_BYTES = bucket_bytes
-    island = build_island(small_config(), process, small_corpus())
+    island = build_island(small_config(parallel=parallel, model=MODEL), process, small_corpus())
     fragments, mine = halves(), process.rank == owner
     mover = ParameterMover(island.model.parts, fragments)
     vectors = [torch.zeros(f.numel, dtype=torch.float64) if mine else None for f in fragments]
@@ -44,10 +50,24 @@ def move(process: Process, owner: int, bucket_bytes: int) -> dict[str, object]:
     return dict(vectors=vectors, before=before, restored=restored, doubled=whole_parameters(island))
 
 
-@pytest.mark.parametrize("world_size, owner, bucket_bytes", [(1, 0, 64 << 20), (2, 1, 64 << 20), (4, 0, 5000)])
-def test_gather_then_scatter_is_bit_identical(ranks: RankPool, world_size: int, owner: int, bucket_bytes: int) -> None:
-    initial = {name: p.detach() for name, p in named_parameters([plain_model(small_config())]).items()}
-    results = ranks.run(move, world_size, owner, bucket_bytes)
+@pytest.mark.parametrize(
+    ("world_size", "owner", "bucket_bytes", "parallel"),
+    [
+        (1, 0, 64 << 20, dict()),
+        (2, 1, 64 << 20, dict()),
+        (4, 0, 5000, dict()),
+        (2, 1, 5000, dict(tensor_parallel_size=2)),
+        (4, 0, 64 << 20, dict(tensor_parallel_size=2, sequence_parallel=True)),
+        (4, 3, 5000, dict(tensor_parallel_size=2, data_parallel_strategy="ddp")),
+        (8, 5, 5000, dict(tensor_parallel_size=2, data_parallel_strategy="hybrid_shard", shard_size=2)),
+    ],
+    ids=["1", "zero3 2", "zero3 4", "tp2", "zero3 x tp2 sequence", "ddp x tp2", "hybrid 2x2 x tp2"],
+)
+def test_weights_are_the_same_on_each_grid_and_gather_then_scatter_is_bit_identical(
+    ranks: RankPool, world_size: int, owner: int, bucket_bytes: int, parallel: dict[str, Any]
+) -> None:
+    initial = {name: p.detach() for name, p in named_parameters([plain_model(small_config(model=MODEL))]).items()}
+    results = ranks.run(move, world_size, owner, bucket_bytes, parallel)
     for index, fragment in enumerate(halves()):
         assert torch.equal(results[owner]["vectors"][index], flat(initial, fragment))
     for result in results:

@@ -97,6 +97,59 @@ def test_every_grid_equals_one_process(ranks: RankPool, grid: str, micro_batch_s
     check_parity(ranks, world_size, parallel=parallel, train=dict(micro_batch_size=micro_batch_size))
 
 
+#: With two tensor ranks.
+TENSOR_GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, dict()),
+    "tp2 sequence": (2, dict(sequence_parallel=True)),
+    "zero3 x tp2": (4, dict(data_parallel_strategy="zero3")),
+    "zero3 x tp2 sequence": (4, dict(data_parallel_strategy="zero3", sequence_parallel=True)),
+    "zero2 x tp2": (4, dict(data_parallel_strategy="zero2")),
+    "zero1 x tp2 sequence": (4, dict(data_parallel_strategy="zero1", sequence_parallel=True)),
+    "ddp x tp2 sequence": (4, dict(data_parallel_strategy="ddp", sequence_parallel=True)),
+    "ddp x tp2": (4, dict(data_parallel_strategy="ddp")),
+    "hybrid 2x2 x tp2": (8, dict(data_parallel_strategy="hybrid_shard", shard_size=2)),
+}
+
+
+def check_tensor_parity(ranks: RankPool, grid: str, micro_batches: int = 1, padded: bool = False, **overrides: Any) -> None:
+    """4 query heads share 2 key-value heads; the vocabulary of 257 is padded to 258."""
+    world_size, parallel = TENSOR_GRIDS[grid]
+    micro_batch_size = BATCH * 2 // world_size // micro_batches
+    overrides["parallel"] = dict(tensor_parallel_size=2, **parallel)
+    overrides["model"] = dict(pad_vocab_to_multiple_of=2) | overrides.get("model", {})
+    overrides["train"] = dict(micro_batch_size=micro_batch_size) | overrides.get("train", {})
+    check_parity(ranks, world_size, padded, **overrides)
+
+
+@pytest.mark.parametrize("grid", TENSOR_GRIDS)
+def test_every_tensor_grid_equals_one_process(ranks: RankPool, grid: str) -> None:
+    check_tensor_parity(ranks, grid, micro_batches=2, padded=grid.startswith("zero1"))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_four_tensor_ranks_with_four_key_value_heads(ranks: RankPool, sequence_parallel: bool) -> None:
+    parallel = dict(tensor_parallel_size=4, sequence_parallel=sequence_parallel)
+    check_parity(ranks, 4, parallel=parallel, model=dict(num_kv_heads=4, pad_vocab_to_multiple_of=4))
+
+
+@pytest.mark.parametrize("grid", ["tp2", "zero3 x tp2 sequence", "ddp x tp2"])
+def test_tied_embeddings_cut_by_vocabulary(ranks: RankPool, grid: str) -> None:
+    check_tensor_parity(ranks, grid, model=dict(tied_embeddings=True))
+
+
+@pytest.mark.parametrize(
+    ("grid", "mode"),
+    [("tp2 sequence", "full"), ("tp2 sequence", "selective"), ("zero3 x tp2", "full"), ("ddp x tp2", "selective")],
+)
+def test_recompute_of_cut_blocks(ranks: RankPool, grid: str, mode: str) -> None:
+    check_tensor_parity(ranks, grid, micro_batches=2, train=dict(recompute=mode))
+
+
+def test_cpu_offload_of_cut_parameters(ranks: RankPool) -> None:
+    parallel = dict(tensor_parallel_size=2, data_parallel_strategy="zero3", cpu_offload=True)
+    check_parity(ranks, 2, parallel=parallel, model=dict(pad_vocab_to_multiple_of=2))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_tied_embeddings(ranks: RankPool, strategy: str) -> None:
     check_parity(ranks, 2, parallel=dict(data_parallel_strategy=strategy), model=dict(tied_embeddings=True))
@@ -129,20 +182,30 @@ def test_options_of_ddp(ranks: RankPool, options: dict[str, bool]) -> None:
     )
 
 
-def bf16_losses(process: Process) -> tuple[list[float], set[torch.dtype]]:
-    config = small_config(train=dict(precision="bf16"))
+def bf16_losses(process: Process, parallel: dict[str, Any]) -> tuple[list[float], set[torch.dtype]]:
+    config = small_config(train=dict(precision="bf16"), parallel=parallel, model=dict(pad_vocab_to_multiple_of=2))
     island = build_island(config, process, small_corpus())
     batches = island.batches()
     losses = [island.train_step(*batches[step], 1e-3).loss for step in range(5)]
     return losses, {parameter.dtype for parameter in island.model.parts[0].parameters()}
 
 
-def test_bf16_keeps_fp32_weights_and_follows_fp32(ranks: RankPool) -> None:
-    config = small_config(train=dict(precision="fp32"), optimizer=dict(lr=1e-3, schedule="constant", warmup_steps=0))
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        dict(data_parallel_strategy="zero3"),
+        dict(tensor_parallel_size=2, data_parallel_strategy="zero3", sequence_parallel=True),
+        dict(tensor_parallel_size=2, data_parallel_strategy="ddp"),
+    ],
+    ids=["zero3", "zero3 x tp2 sequence", "ddp x tp2"],
+)
+def test_bf16_keeps_fp32_weights_and_follows_fp32(ranks: RankPool, parallel: dict[str, Any]) -> None:
+    optimizer = dict(lr=1e-3, schedule="constant", warmup_steps=0)
+    config = small_config(train=dict(precision="fp32"), optimizer=optimizer, model=dict(pad_vocab_to_multiple_of=2))
     corpus, seq_len = small_corpus(), config.data.seq_len
     batches = Batches(corpus.train, seq_len, 8, Sampler(num_samples(corpus.train, seq_len), 0), 0, 1)
     expected = plain_training(config, [batches[step] for step in range(5)], [1e-3] * 5)["losses"]
-    for losses, dtypes in ranks.run(bf16_losses, 2):
+    for losses, dtypes in ranks.run(bf16_losses, 2, parallel):
         assert dtypes == {torch.float32}
         assert losses == pytest.approx(expected, rel=2e-2)  # bf16 has 8 bits of mantissa
         assert losses != expected

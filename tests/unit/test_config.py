@@ -12,7 +12,7 @@ from small import small_config
 from diloco.config import RunConfig
 from islands.config import OUTER_SECTIONS, IslandConfig
 from islands.config_file import ConfigError, dump_config, load_config, parse_config
-from islands.island import load_corpus
+from islands.island import load_corpus, meta_model
 from islands.mesh import check_grid
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))
@@ -321,6 +321,20 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         (dict(parallel=dict(data_parallel_size=2)), 3, "parallel: data_parallel_size 2 x tensor_parallel_size 1 x "
          "pipeline_parallel_size 1 = 2 ranks, but this island has 3. Set data_parallel_size to 3 (or -1: the rest)"),
         (dict(parallel=dict(data_parallel_size=0)), 2, "parallel.data_parallel_size: 0 is not a number of ranks"),
+        (dict(parallel=dict(tensor_parallel_size=4), model=dict(vocab_size=256)), 4, "parallel.tensor_parallel_size: 4 does not "
+         "divide model.num_kv_heads=2; sizes that divide these and all else that is shared: 1, 2"),
+        (dict(parallel=dict(tensor_parallel_size=5), model=dict(vocab_size=255, hidden_size=40)), 5, "5 does not divide "
+         "model.num_heads=4 and model.num_kv_heads=2 and model.intermediate_size=72; sizes that divide these and all else that is "
+         "shared: 1"),
+        (dict(parallel=dict(tensor_parallel_size=3), model=dict(vocab_size=6)), 3, "3 does not divide model.num_heads=4 and "
+         "model.num_kv_heads=2 and model.hidden_size=32;"),
+        (dict(parallel=dict(tensor_parallel_size=2)), 2, "2 does not divide the padded vocabulary (model.vocab_size=257, "
+         "model.pad_vocab_to_multiple_of=1)=257; sizes that divide these and all else that is shared: 1. To round the vocabulary "
+         "up, set model.pad_vocab_to_multiple_of to a multiple of 2"),
+        (dict(parallel=dict(tensor_parallel_size=2, sequence_parallel=True), model=dict(vocab_size=256), data=dict(seq_len=17)), 2,
+         "tensor_parallel_size=2 ranks can't share data.seq_len=17 positions evenly; the nearest lengths that they can are 16 and 18"),
+        (dict(parallel=dict(tensor_parallel_size=2), model=dict(vocab_size=256), train=dict(compile=True)), 2,
+         "train.compile: true does not go with parallel.tensor_parallel_size=2: torch.compile fails"),
     ],
 )  # fmt: skip
 def test_a_grid_that_does_not_fit(sections: dict[str, dict], world_size: int, told: str) -> None:
@@ -332,6 +346,13 @@ def test_a_grid_that_does_not_fit(sections: dict[str, dict], world_size: int, to
 def test_a_grid_that_fits() -> None:
     grid = check_grid(small_config(train=dict(micro_batch_size=2)), 4)
     assert (grid.data, grid.shard, grid.world_size) == (4, 4, 4)
+    cut = small_config(parallel=dict(tensor_parallel_size=2, sequence_parallel=True), model=dict(pad_vocab_to_multiple_of=2))
+    assert str(check_grid(cut, 4)) == "pipeline 1 x replicate 1 x shard 2 x tensor 2"
+
+
+def test_the_vocabulary_is_padded_as_the_config_says_whatever_the_grid() -> None:
+    model = meta_model(small_config(model=dict(pad_vocab_to_multiple_of=64)))
+    assert model.embed_tokens.weight.shape[0] == model.lm_head.weight.shape[0] == 320
 
 
 def test_missing_data_files_are_named_with_where_they_were_looked_for(
