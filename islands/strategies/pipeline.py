@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -158,6 +159,13 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, *arguments: Any, **keywords: Any) -> None:
         with self._clock.running():
             super().backward_weight_one_chunk(*arguments, **keywords)
+
+    def backward_maybe_with_nosync(self, backward_type: str, *arguments: Any, **keywords: Any) -> Any:
+        if backward_type != "full":  # torch looks for the parameters in the graph, where those of zero3 are only while they are whole
+            for module in self.submod.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+        return super().backward_maybe_with_nosync(backward_type, *arguments, **keywords)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:  # not in an evaluation

@@ -68,10 +68,11 @@ def check_pipeline(config: IslandConfig, share: int) -> None:
             f"parallel.pipeline_parallel_size: {stages} of pipeline_schedule={schedule} are more than model.num_layers={layers}; "
             f"{fewer}, or a model with more layers"
         )
-    if schedule == "zero_bubble" and train.compile:
+    whole = "train.compile=true" if train.compile else "train.recompute=selective" if train.recompute == "selective" else ""
+    if schedule == "zero_bubble" and whole:
         raise ConfigError(
-            "parallel.pipeline_schedule: zero_bubble takes the backward pass apart, and torch can't do that to blocks compiled by "
-            "train.compile=true; drop one of them, interleaved_1f1b is the schedule nearest to it"
+            f"parallel.pipeline_schedule: zero_bubble takes the backward pass of a block apart, which torch can't do with {whole}; "
+            "drop one of them, interleaved_1f1b is the schedule nearest to it"
         )
     micro_batches = share // (train.micro_batch_size or share)
     if not _fills(schedule, ranks, micro_batches):
