@@ -1,5 +1,7 @@
 """Fragments leave the model whole and come back to the bit."""
 
+from typing import Any
+
 import pytest
 import torch
 from rank_pool import RankPool
@@ -13,9 +15,12 @@ from islands.island import build_island, meta_model
 from islands.process import Process
 
 
-def halves() -> list[Fragment]:
+PIPELINE = dict(parallel=dict(pipeline_parallel_size=2), train=dict(micro_batch_size=1))
+
+
+def halves(overrides: dict[str, Any]) -> list[Fragment]:
     """Every other parameter, so that neither fragment is a run of the model."""
-    schema = schema_of(meta_model(small_config()))
+    schema = schema_of(meta_model(small_config(**overrides)))
     return [Fragment("even", schema[::2]), Fragment("odd", schema[1::2])]
 
 
@@ -23,18 +28,18 @@ def flat(parameters: dict[str, Tensor], fragment: Fragment) -> Tensor:
     return torch.cat([parameters[spec.name].reshape(-1) for spec in fragment.parameters])
 
 
-def move(process: Process, owner: int, bucket_bytes: int) -> dict[str, object]:
+def move(process: Process, owner: int, bucket_bytes: int, overrides: dict[str, Any]) -> dict[str, object]:
     """Gather both fragments, wreck the model, scatter them back; then add a second time through ``apply``."""
     islands.fragments.BUCKET_BYTES = bucket_bytes
-    island = build_island(small_config(), process, small_corpus())
-    fragments, mine = halves(), process.rank == owner
+    island = build_island(small_config(**overrides), process, small_corpus())
+    fragments, mine = halves(overrides), process.rank == owner
     mover = ParameterMover(island.model.parts, fragments)
     vectors = [torch.zeros(f.numel, dtype=torch.float64) if mine else None for f in fragments]
     for index, vector in enumerate(vectors):
         mover.gather(index, owner, vector)
     before = whole_parameters(island)
     with torch.no_grad():
-        for parameter in island.model.parts[0].parameters():
+        for parameter in named_parameters(island.model.parts).values():
             parameter.zero_()
     for index, vector in enumerate(vectors):
         mover.scatter(index, owner, vector)
@@ -44,13 +49,28 @@ def move(process: Process, owner: int, bucket_bytes: int) -> dict[str, object]:
     return dict(vectors=vectors, before=before, restored=restored, doubled=whole_parameters(island))
 
 
-@pytest.mark.parametrize("world_size, owner, bucket_bytes", [(1, 0, 64 << 20), (2, 1, 64 << 20), (4, 0, 5000)])
-def test_gather_then_scatter_is_bit_identical(ranks: RankPool, world_size: int, owner: int, bucket_bytes: int) -> None:
-    initial = {name: p.detach() for name, p in named_parameters([plain_model(small_config())]).items()}
-    results = ranks.run(move, world_size, owner, bucket_bytes)
-    for index, fragment in enumerate(halves()):
+@pytest.mark.parametrize(
+    "world_size, owner, bucket_bytes, overrides",
+    [
+        (1, 0, 64 << 20, {}),
+        (2, 1, 64 << 20, {}),
+        (4, 0, 5000, {}),
+        (2, 0, 64 << 20, PIPELINE),
+        (4, 3, 5000, PIPELINE),
+        (2, 1, 64 << 20, PIPELINE | dict(model=dict(tied_embeddings=True))),
+        (4, 1, 5000, PIPELINE | dict(model=dict(tied_embeddings=True))),
+    ],
+    ids=["1", "2", "4", "pipeline 2", "pipeline 2 x zero3 2", "tied pipeline 2", "tied pipeline 2 x zero3 2"],
+)
+def test_gather_then_scatter_is_bit_identical(
+    ranks: RankPool, world_size: int, owner: int, bucket_bytes: int, overrides: dict[str, Any]
+) -> None:
+    initial = {name: p.detach() for name, p in named_parameters([plain_model(small_config(**overrides))]).items()}
+    results = ranks.run(move, world_size, owner, bucket_bytes, overrides)
+    for index, fragment in enumerate(halves(overrides)):
         assert torch.equal(results[owner]["vectors"][index], flat(initial, fragment))
     for result in results:
+        assert result["before"].keys() == initial.keys()
         for name, parameter in initial.items():
             assert torch.equal(result["before"][name], parameter)
             assert torch.equal(result["restored"][name], parameter)
