@@ -64,11 +64,12 @@ class ParallelSection(Section):
     shard_size: int = Field(0, ge=0, description="hybrid_shard: ranks that shard among themselves, such as those of a node")
     shard_strategy: Literal["zero2", "zero3"] = Field("zero3", description="hybrid_shard: what is sharded inside a group")
     tensor_parallel_size: Literal[1] = Field(1, description="ranks that share each matrix product")
-    pipeline_parallel_size: int = Field(1, ge=1, description="ranks that the layers are divided among, one after another")
+    pipeline_parallel_size: int = Field(1, ge=1, description="ranks that the layers are divided among, in order")
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
         "1f1b",
-        description="order of micro-batches: all forward, then all backward; backward as soon as possible, which holds fewer "
-        "activations; the same with several stages a rank, which wait less; and backward for weights where a rank would wait",
+        description="order of micro-batches: all forward, then all backward; backward as soon as possible, which holds "
+        "fewer activations; the same with several stages a rank, which wait less; and backward for weights where a rank "
+        "would wait",
     )
     pipeline_stages_per_rank: int = Field(
         2, ge=2, description="interleaved_1f1b, zero_bubble: stages of each rank, which lie pipeline_parallel_size apart"

@@ -34,8 +34,8 @@ class ParallelModel:
 def parallelize(model: nn.Module, grid: Grid, mesh: IslandMesh, process: Process, config: IslandConfig) -> ParallelModel:
     """Turn the whole ``model`` on the meta device into this rank's part, filled with its weights.
 
-    The order matters: every pipeline stage is treated as a model of its own; recomputation wraps what tensor parallelism has
-    cut, compilation sees what is recomputed, and sharding wraps compiled blocks. Only DistributedDataParallel wants weights to be
+    The order matters: each pipeline stage is treated like a model; recomputation wraps what tensor parallelism has cut,
+    compilation sees what is recomputed, and sharding wraps compiled blocks. Only DistributedDataParallel wants weights to be
     there already.
     """
     train, axis = config.train, mesh.root["pipeline"]

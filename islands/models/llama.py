@@ -153,7 +153,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids (B, T) to logits (B, T, V). A pipeline stage begins and ends with hidden states (B, T, D) where others go on."""
+    """Token ids (B, T) to logits (B, T, V). Between pipeline stages there are hidden states (B, T, D)."""
 
     def __init__(self, config: Config, seq_len: int) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def mixed_precision(precision: str, logits: bool) -> tuple[MixedPrecisionPolicy,
     """Policies of a block and of the root: with bf16 the master weights and reductions stay fp32, and so do the logits.
 
     Args:
-        logits: whether the root puts out logits; False for a pipeline stage, which hands on what it computed as it is.
+        logits: whether the root puts out logits; a pipeline stage may not, and hands on bf16.
     """
     if precision != "bf16":
         return MixedPrecisionPolicy(), MixedPrecisionPolicy()

@@ -1,9 +1,12 @@
 """Pipeline parallel: the layers are divided among ranks, and micro-batches follow one another through them.
 
-torch runs the schedules. ``zero_bubble`` is its interleaved ZB1P: ZB-V puts two neighbouring stages on one rank, and its forward
-pass alone, for an evaluation, fails in torch. With every schedule and strategy torch keeps the gradients of a stage whole until
-the last micro-batch has gone through, and then reduces them, once; zero3 does not hold the parameters of all blocks whole in
-forward passes, yet does from the first backward pass of a step on.
+torch runs the schedules. ``zero_bubble`` is its interleaved ZB1P, not ZB-V: that one puts neighbouring stages on one rank,
+and then torch can't run the forward pass alone, which an evaluation does.
+
+With every schedule and strategy torch keeps the gradients of a stage whole until the last micro-batch is through, and reduces
+them then, once. In a step zero1 and zero2 are therefore the same. zero3 frees the parameters of a block after each forward
+pass; from a backward pass to the next forward pass they stay whole, and the interleaved schedules gather stages ahead.
+With bf16, zero_bubble adds the weight gradients of micro-batches that follow one another in bf16, the others add in fp32.
 """
 
 import contextlib
@@ -67,7 +70,7 @@ class Pipeline:
         self.copies = [self._tied.parameter] if self._tied and self._tied.is_copy else []
         self._share = config.train.global_batch_size // data_ranks
         self._schedule = self._build_schedule(config, num_micro_batches(config, data_ranks), device)
-        dist.all_reduce(self._total, group=self._group)  # NCCL connects all ranks of a group at once: let it not be amid a schedule
+        dist.all_reduce(self._total, group=self._group)  # NCCL connects all ranks of a group at once: not amid a schedule
 
     def _build_schedule(self, config: IslandConfig, micro_batches: int, device: torch.device) -> Any:
         rank, ranks = self._group.rank(), self._group.size()
@@ -82,7 +85,7 @@ class Pipeline:
                 rank + ranks * place,
                 ranks * len(self._parts),
                 device,
-                # With both known, torch need not run a batch to find out, at each change between training and evaluation.
+                # With both known torch need not run a batch to find out, at each change from training to evaluation.
                 input_args=tokens if rank + place == 0 else hidden,
                 output_args=hidden,  # logits on the last stage, which hands them to none
                 group=self._group,
@@ -107,7 +110,7 @@ class Pipeline:
         return self._total
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`~islands.forward_backward.ForwardBackward`. Padded to whole batches of training: a schedule takes no other."""
+        """See :class:`~islands.forward_backward.ForwardBackward`. Padded to whole batches: a schedule takes no other."""
         self._total = torch.zeros_like(self._total)
         padding = (0, 0, 0, -len(inputs) % self._share)
         inputs, targets = F.pad(inputs, padding), F.pad(targets, padding, value=IGNORED)
@@ -124,11 +127,11 @@ class Pipeline:
 
     def measurements(self) -> dict[str, float]:
         """The share of the last step in which the ranks of the pipeline, on average, computed nothing."""
-        mine = torch.tensor([self._computing.seconds(), self._stepping.seconds()], dtype=torch.float64, device=self._total.device)
+        mine = self._total.new_tensor([self._computing.seconds(), self._stepping.seconds()])
         everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(everyone, mine, group=self._group)
-        computing, stepping = torch.stack(everyone).unbind(dim=1)  # ranks end a step one after another: the longest counts
-        return {"bubble": float(1 - computing.mean() / stepping.max())}
+        computing, stepping = torch.stack(everyone).unbind(dim=1)
+        return {"bubble": float(1 - computing.mean() / stepping.max())}  # ranks end one after another: the longest counts
 
     def _arguments(self, inputs: Tensor) -> tuple[Tensor, ...]:
         return (inputs,) if self._group.rank() == 0 else ()  # later stages get theirs from the one before
@@ -161,7 +164,7 @@ class _Stage(PipelineStage):
             super().backward_weight_one_chunk(*arguments, **keywords)
 
     def backward_maybe_with_nosync(self, backward_type: str, *arguments: Any, **keywords: Any) -> Any:
-        if backward_type != "full":  # torch looks for the parameters in the graph, where those of zero3 are only while they are whole
+        if backward_type != "full":  # torch looks for parameters in the graph, where those of zero3 are only while whole
             for module in self.submod.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard()

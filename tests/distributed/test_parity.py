@@ -141,6 +141,7 @@ PIPELINES: dict[str, tuple[int, dict[str, Any], int | None]] = {
     "interleaved": (2, pipeline(schedule="interleaved_1f1b"), 4),
     "zero bubble": (2, pipeline(schedule="zero_bubble"), 5),
     "zero bubble, 3 stages a rank": (2, pipeline(schedule="zero_bubble", pipeline_stages_per_rank=3), 6),
+    "offloaded tied": (2, pipeline(cpu_offload=True), 2),
     "4 ranks interleaved": (4, pipeline(4, "interleaved_1f1b"), 8),
     "zero3": (4, pipeline(data_parallel_strategy="zero3"), None),
     "zero3 zero bubble tied": (4, pipeline(schedule="zero_bubble", data_parallel_strategy="zero3"), 4),
@@ -156,7 +157,8 @@ def test_every_pipeline_equals_one_process_with_padding(ranks: RankPool, grid: s
     world_size, parallel, tied_layers = PIPELINES[grid]
     model = dict(num_layers=tied_layers, tied_embeddings=True) if tied_layers else {}
     micro_batch_size = 1 if world_size == 8 else 3  # 4 or 2 micro-batches a rank, and 3 on 8 ranks
-    check_parity(ranks, world_size, padded=True, parallel=parallel, model=model, train=dict(micro_batch_size=micro_batch_size))
+    train = dict(micro_batch_size=micro_batch_size)
+    check_parity(ranks, world_size, padded=True, parallel=parallel, model=model, train=train)
 
 
 @pytest.mark.parametrize("schedule, mode", [("1f1b", "full"), ("interleaved_1f1b", "selective"), ("zero_bubble", "full")])

@@ -57,13 +57,25 @@ def held_out_loss(process: Process, overrides: dict[str, Any]) -> float:
 @pytest.mark.parametrize("sequences", [3, 13])
 def test_evaluation_of_any_number_of_sequences(ranks: RankPool, schedule: str, sequences: int) -> None:
     overrides = pipelined(
-        parallel=dict(pipeline_schedule=schedule), model=dict(num_layers=4), train=dict(micro_batch_size=2, eval_sequences=sequences)
+        parallel=dict(pipeline_schedule=schedule), model=dict(num_layers=4), train=dict(eval_sequences=sequences)
     )
     config, held_out = small_config(**overrides), small_corpus().held_out
     rows = np.arange(sequences) * (num_samples(held_out, config.data.seq_len) // sequences)
     inputs, targets = windows(held_out, rows, config.data.seq_len)
     expected = F.cross_entropy(plain_model(config)(inputs).flatten(0, 1), targets.flatten()).item()
     assert ranks.run(held_out_loss, 2, overrides) == pytest.approx([expected] * 2, abs=1e-10)
+
+
+def bf16_steps(process: Process, overrides: dict[str, Any]) -> list[float]:
+    island = build_island(small_config(**overrides), process, small_corpus())
+    return [island.train_step(*island.batches()[step], 1e-3).loss for step in range(3)]
+
+
+def test_bf16_stages_follow_the_bf16_model(ranks: RankPool) -> None:
+    overrides = pipelined(train=dict(precision="bf16"))
+    (expected,) = ranks.run(bf16_steps, 1, overrides | dict(parallel={}))
+    for losses in ranks.run(bf16_steps, 2, overrides):
+        assert losses == pytest.approx(expected, rel=1e-5)  # as close as fp32 sums: nothing more is rounded than on one rank
 
 
 def reductions(process: Process, overrides: dict[str, Any]) -> int:
