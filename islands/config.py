@@ -68,11 +68,10 @@ class ParallelSection(Section):
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
         "1f1b",
         description="order of micro-batches: all forward, then all backward; backward as soon as possible, which holds "
-        "fewer activations; the same with several stages a rank, which wait less; and backward for weights where a rank "
-        "would wait",
+        "fewer activations; the same with several stages a rank, which wait less; and weight gradients while waiting",
     )
     pipeline_stages_per_rank: int = Field(
-        2, ge=2, description="interleaved_1f1b, zero_bubble: stages of each rank, which lie pipeline_parallel_size apart"
+        2, ge=2, description="interleaved_1f1b, zero_bubble: stages of each rank, pipeline_parallel_size apart"
     )
     cpu_offload: bool = Field(False, description="keep sharded parameters, gradients and optimizer state on the CPU")
     ddp: DdpSection = DdpSection()

@@ -27,7 +27,7 @@ def canonical_name(name: str) -> str:
 def named_parameters(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """Parameters of a rank's parts of the model, by canonical name, in the model's own order; a tied one appears once.
 
-    A copy that ties this rank's part to another pipeline stage has the name of the original, and so the same weights too.
+    A copy that ties this rank's part to another pipeline stage has the name of the original, and so its weights too.
     """
     return {
         part.aliases.get(canonical_name(name), canonical_name(name)): parameter

@@ -41,8 +41,8 @@ def check_grid(config: IslandConfig, world_size: int) -> Grid:
     """The grid that ``config`` asks for on ``world_size`` ranks.
 
     Raises:
-        ConfigError: the sizes don't multiply to the world, the batch does not divide, or the pipeline can't be cut or filled; with
-            what would fit.
+        ConfigError: the sizes don't multiply to the world, the batch does not divide, or a pipeline can't be cut or
+            filled; with what would fit.
     """
     parallel, train = config.parallel, config.train
     model_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size

@@ -35,8 +35,8 @@ def parallelize(model: nn.Module, grid: Grid, mesh: IslandMesh, process: Process
     """Turn the whole ``model`` on the meta device into this rank's part, filled with its weights.
 
     The order matters: each pipeline stage is treated like a model; recomputation wraps what tensor parallelism has cut,
-    compilation sees what is recomputed, and sharding wraps compiled blocks. Only DistributedDataParallel wants weights to be
-    there already.
+    compilation sees what is recomputed, and sharding wraps compiled blocks. Only DistributedDataParallel wants weights
+    to be there already.
     """
     train, axis = config.train, mesh.root["pipeline"]
     parts = pipeline.split(model, config.parallel, axis) if grid.pipeline > 1 else [model]
@@ -52,7 +52,8 @@ def parallelize(model: nn.Module, grid: Grid, mesh: IslandMesh, process: Process
         pipelined = pipeline.Pipeline(wrapped, axis, config, grid.data, process.device)
         return ParallelModel(parts, pipelined, axis.get_group(), pipelined.copies)
     micro_batch_size = train.micro_batch_size or train.global_batch_size // grid.data
-    whole = wrapped[0] or ddp.wrap_model(model, mesh.data.get_group(), config.parallel.ddp, train.precision, process.device)
+    group, options = mesh.data.get_group(), config.parallel.ddp
+    whole = wrapped[0] or ddp.wrap_model(model, group, options, train.precision, process.device)
     return ParallelModel(parts, WholeModel(whole, micro_batch_size))
 
 

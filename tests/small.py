@@ -52,7 +52,8 @@ def whole_parameters(island: Island) -> dict[str, Tensor]:
     dist.all_gather_object(stages, mine, group=group)
     whole: dict[str, Tensor] = {}
     for name, parameter in (item for stage in stages for item in stage.items()):
-        assert torch.equal(whole.setdefault(name, parameter).nan_to_num(7), parameter.nan_to_num(7)), f"copies of {name} differ"
+        first = whole.setdefault(name, parameter)
+        assert torch.equal(first.nan_to_num(7), parameter.nan_to_num(7)), f"copies of {name} differ"
     return whole
 
 

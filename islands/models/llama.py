@@ -175,7 +175,7 @@ class Llama(nn.Module):
         return {"lm_head.weight": "embed_tokens.weight"} if self.config.tied_embeddings else {}
 
     def layer_costs(self) -> list[int]:
-        """Multiply-adds of a forward pass on one token, by layer; the first includes the embedding, the last the output."""
+        """Multiply-adds of a forward pass on one token, by layer; the first has the embedding, the last the output."""
         costs = [sum(p.numel() for p in block.parameters()) for block in self.layers.values()]
         costs = [cost + self.config.hidden_size * self.seq_len for cost in costs]  # causal attention: half of 2 D T
         costs[0] += self.config.hidden_size  # looked up, not multiplied
@@ -183,7 +183,7 @@ class Llama(nn.Module):
         return costs
 
     def stage(self, layers: range) -> "Llama":
-        """A copy with only ``layers``, and with embedding and output where they are the first and the last; names stay."""
+        """A copy with only ``layers``; the first ones go with the embedding, the last with the output. Names stay."""
         stage = copy.deepcopy(self)
         for name in self.layers:
             if int(name) not in layers:

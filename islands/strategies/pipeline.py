@@ -1,12 +1,12 @@
 """Pipeline parallel: the layers are divided among ranks, and micro-batches follow one another through them.
 
-torch runs the schedules. ``zero_bubble`` is its interleaved ZB1P, not ZB-V: that one puts neighbouring stages on one rank,
-and then torch can't run the forward pass alone, which an evaluation does.
+torch runs the schedules. ``zero_bubble`` is its interleaved ZB1P, not ZB-V: that one puts neighbouring stages on one
+rank, and then torch can't run the forward pass alone, which an evaluation does.
 
-With every schedule and strategy torch keeps the gradients of a stage whole until the last micro-batch is through, and reduces
-them then, once. In a step zero1 and zero2 are therefore the same. zero3 frees the parameters of a block after each forward
-pass; from a backward pass to the next forward pass they stay whole, and the interleaved schedules gather stages ahead.
-With bf16, zero_bubble adds the weight gradients of micro-batches that follow one another in bf16, the others add in fp32.
+With every schedule and strategy torch keeps the gradients of a stage whole until the last micro-batch is through, and
+reduces them then, once. In a step zero1 and zero2 are therefore the same. zero3 frees the parameters of a block after
+each forward pass; from a backward pass to the next forward pass they stay whole, and the interleaved schedules gather
+stages ahead. With bf16, zero_bubble adds weight gradients of consecutive micro-batches in bf16, the others add in fp32.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _SCHEDULES = {
 
 
 def split(model: nn.Module, parallel: ParallelSection, axis: DeviceMesh) -> list[nn.Module]:
-    """This rank's stages of the whole ``model`` on the meta device. Stage ``s`` belongs to rank ``s`` modulo the ranks."""
+    """This rank's stages of the whole ``model`` on the meta device: stage ``s`` is for rank ``s`` modulo the ranks."""
     layers = partition(model.layer_costs(), axis.size() * stages_per_rank(parallel))
     return [model.stage(part) for part in layers[axis.get_local_rank() :: axis.size()]]
 
@@ -70,7 +70,7 @@ class Pipeline:
         self.copies = [self._tied.parameter] if self._tied and self._tied.is_copy else []
         self._share = config.train.global_batch_size // data_ranks
         self._schedule = self._build_schedule(config, num_micro_batches(config, data_ranks), device)
-        dist.all_reduce(self._total, group=self._group)  # NCCL connects all ranks of a group at once: not amid a schedule
+        dist.all_reduce(self._total, group=self._group)  # NCCL connects a group's ranks at once: not amid a schedule
 
     def _build_schedule(self, config: IslandConfig, micro_batches: int, device: torch.device) -> Any:
         rank, ranks = self._group.rank(), self._group.size()
@@ -110,7 +110,7 @@ class Pipeline:
         return self._total
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`~islands.forward_backward.ForwardBackward`. Padded to whole batches: a schedule takes no other."""
+        """See :class:`~islands.forward_backward.ForwardBackward`. Padded to whole batches, as schedules want."""
         self._total = torch.zeros_like(self._total)
         padding = (0, 0, 0, -len(inputs) % self._share)
         inputs, targets = F.pad(inputs, padding), F.pad(targets, padding, value=IGNORED)
@@ -131,7 +131,7 @@ class Pipeline:
         everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(everyone, mine, group=self._group)
         computing, stepping = torch.stack(everyone).unbind(dim=1)
-        return {"bubble": float(1 - computing.mean() / stepping.max())}  # ranks end one after another: the longest counts
+        return {"bubble": float(1 - computing.mean() / stepping.max())}  # ranks end one after another: the last counts
 
     def _arguments(self, inputs: Tensor) -> tuple[Tensor, ...]:
         return (inputs,) if self._group.rank() == 0 else ()  # later stages get theirs from the one before
@@ -164,7 +164,7 @@ class _Stage(PipelineStage):
             super().backward_weight_one_chunk(*arguments, **keywords)
 
     def backward_maybe_with_nosync(self, backward_type: str, *arguments: Any, **keywords: Any) -> Any:
-        if backward_type != "full":  # torch looks for parameters in the graph, where those of zero3 are only while whole
+        if backward_type != "full":  # torch looks for parameters in the graph; those of zero3 are there while whole
             for module in self.submod.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard()
@@ -210,7 +210,7 @@ class _Clock:
 
 
 class _TiedWeight:
-    """A parameter that the first and the last stage both hold, and update alike because both get the sum of its gradients.
+    """A parameter that the first and the last stage both hold, and update alike: both get the sum of its gradients.
 
     Args:
         is_copy: whether the other one is the original.

@@ -1,4 +1,4 @@
-"""What a pipeline needs, how layers are divided among its stages, and what it costs: worked out before anything starts."""
+"""What a pipeline needs, how its stages share the layers, and what it costs: worked out before anything starts."""
 
 from itertools import accumulate, pairwise
 from typing import Sequence
@@ -24,9 +24,9 @@ def num_micro_batches(config: IslandConfig, data_ranks: int) -> int:
 def predicted_bubble(parallel: ParallelSection, micro_batches: int) -> float:
     """Share of a step in which a rank waits, were all stages equally long and messages free.
 
-    (P - 1) / (M + P - 1) for P ranks and M micro-batches (arXiv 1811.06965): at both ends of a step a rank waits for P - 1 others.
-    With v stages on a rank it waits for stages 1/v as long (arXiv 2104.04473). Zero bubble fills two thirds of the rest, when
-    forward, backward for inputs and backward for weights take equally long (arXiv 2401.10241).
+    (P - 1) / (M + P - 1) for P ranks and M micro-batches (arXiv 1811.06965): in a step a rank waits for P - 1 others.
+    With v stages on a rank it waits for stages 1/v as long (arXiv 2104.04473). Zero bubble fills two thirds of it,
+    when forward, backward for inputs and backward for weights take equally long (arXiv 2401.10241).
     """
     waits = (parallel.pipeline_parallel_size - 1) / stages_per_rank(parallel)
     if parallel.pipeline_schedule == "zero_bubble":
@@ -35,7 +35,7 @@ def predicted_bubble(parallel: ParallelSection, micro_batches: int) -> float:
 
 
 def partition(costs: Sequence[int], num_parts: int) -> list[range]:
-    """Cut ``costs`` into ``num_parts`` runs, none empty, so that the largest sum is smallest; of such cuts, the most even."""
+    """Cut ``costs`` into ``num_parts`` runs, none empty, with the smallest largest sum; of such cuts the most even."""
     sums = [0, *accumulate(costs)]
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}  # end -> largest sum, squares, cuts so far
     for _ in range(num_parts):
@@ -63,23 +63,25 @@ def check_pipeline(config: IslandConfig, share: int) -> None:
     ranks, schedule, per_rank = parallel.pipeline_parallel_size, parallel.pipeline_schedule, stages_per_rank(parallel)
     if ranks * per_rank > layers:
         each = f"{ranks} ranks x {per_rank} stages each = " if per_rank > 1 else ""
-        fewer = f"use at most {layers // per_rank} ranks" if layers // per_rank > 1 else "choose another pipeline_schedule"
+        most = layers // per_rank
+        fewer = f"use at most {most} ranks" if most > 1 else "choose another pipeline_schedule"
         raise ConfigError(
-            f"parallel.pipeline_parallel_size: {each}{ranks * per_rank} stages of pipeline_schedule={schedule} are more than "
-            f"model.num_layers={layers}; {fewer}, or a model with more layers"
+            f"parallel.pipeline_parallel_size: {each}{ranks * per_rank} stages of pipeline_schedule={schedule} are "
+            f"more than model.num_layers={layers}; {fewer}, or a model with more layers"
         )
-    whole = "train.compile=true" if train.compile else "train.recompute=selective" if train.recompute == "selective" else ""
-    if schedule == "zero_bubble" and whole:
+    uncut = "train.compile=true" if train.compile else f"train.recompute={train.recompute}"
+    if schedule == "zero_bubble" and (train.compile or train.recompute == "selective"):
         raise ConfigError(
-            f"parallel.pipeline_schedule: zero_bubble takes the backward pass of a block apart, which torch can't do with "
-            f"{whole}; drop one of them, interleaved_1f1b is the schedule nearest to it"
+            "parallel.pipeline_schedule: zero_bubble takes the backward pass of a block apart, which torch can't do "
+            f"with {uncut}; drop one of them, interleaved_1f1b is the schedule nearest to it"
         )
-    micro_batches = share // (train.micro_batch_size or share)
+    data_ranks = train.global_batch_size // share
+    micro_batches = num_micro_batches(config, data_ranks)
     if not _fills(schedule, ranks, micro_batches):
         raise ConfigError(
             f"train.micro_batch_size: {train.micro_batch_size or share} cuts the {share} sequences of each rank into "
-            f"{micro_batches} micro-batches, and parallel.pipeline_schedule={schedule} with pipeline_parallel_size={ranks} "
-            f"needs {_need(schedule, ranks)}; {_remedy(schedule, ranks, share, train.global_batch_size // share)}"
+            f"{micro_batches} micro-batches, and parallel.pipeline_schedule={schedule} with pipeline_parallel_size="
+            f"{ranks} needs {_need(schedule, ranks)}; {_remedy(schedule, ranks, share, data_ranks)}"
         )
 
 

@@ -161,7 +161,9 @@ def test_every_pipeline_equals_one_process_with_padding(ranks: RankPool, grid: s
     check_parity(ranks, world_size, padded=True, parallel=parallel, model=model, train=train)
 
 
-@pytest.mark.parametrize("schedule, mode", [("1f1b", "full"), ("interleaved_1f1b", "selective"), ("zero_bubble", "full")])
+@pytest.mark.parametrize(
+    "schedule, mode", [("1f1b", "full"), ("interleaved_1f1b", "selective"), ("zero_bubble", "full")]
+)
 def test_recompute_in_a_pipeline(ranks: RankPool, schedule: str, mode: str) -> None:
     train = dict(recompute=mode, micro_batch_size=3)
     check_parity(ranks, 2, parallel=pipeline(schedule=schedule), model=dict(num_layers=4), train=train)

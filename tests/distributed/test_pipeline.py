@@ -42,7 +42,8 @@ def initial_weights(process: Process, overrides: dict[str, Any]) -> dict[str, to
 def test_a_seed_gives_the_same_weights_on_every_grid_bit_for_bit(
     ranks: RankPool, world_size: int, parallel: dict[str, Any], tied: bool
 ) -> None:
-    overrides = pipelined(parallel=parallel, model=dict(num_layers=4, tied_embeddings=tied), train=dict(micro_batch_size=1))
+    model = dict(num_layers=4, tied_embeddings=tied)
+    overrides = pipelined(parallel=parallel, model=model, train=dict(micro_batch_size=1))
     expected = named_parameters([plain_model(small_config(**overrides))])
     for weights in ranks.run(initial_weights, world_size, overrides):
         assert weights.keys() == expected.keys()
@@ -75,7 +76,7 @@ def test_bf16_stages_follow_the_bf16_model(ranks: RankPool) -> None:
     overrides = pipelined(train=dict(precision="bf16"))
     (expected,) = ranks.run(bf16_steps, 1, overrides | dict(parallel={}))
     for losses in ranks.run(bf16_steps, 2, overrides):
-        assert losses == pytest.approx(expected, rel=1e-5)  # as close as fp32 sums: nothing more is rounded than on one rank
+        assert losses == pytest.approx(expected, rel=1e-5)  # close like fp32 sums: no more is rounded to bf16
 
 
 def reductions(process: Process, overrides: dict[str, Any]) -> int:
