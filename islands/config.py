@@ -68,7 +68,15 @@ class ParallelSection(Section):
     sequence_parallel: bool = Field(
         False, description="between the halves of blocks, tensor-parallel ranks hold a share of the positions each, not all"
     )
-    pipeline_parallel_size: Literal[1] = Field(1, description="stages that the layers are cut into")
+    pipeline_parallel_size: int = Field(1, ge=1, description="ranks that the layers are divided among, in order")
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
+        "1f1b",
+        description="order of micro-batches: all forward, then all backward; backward as soon as possible, which holds "
+        "fewer activations; the same with several stages a rank, which wait less; and weight gradients while waiting",
+    )
+    pipeline_stages_per_rank: int = Field(
+        2, ge=2, description="interleaved_1f1b, zero_bubble: stages of each rank, pipeline_parallel_size apart"
+    )
     cpu_offload: bool = Field(False, description="keep sharded parameters, gradients and optimizer state on the CPU")
     ddp: DdpSection = DdpSection()
 
@@ -119,6 +127,8 @@ class DataSection(PluginSection):
 
 class ModelSection(PluginSection):
     """Keys that every model family has."""
+
+    num_layers: int = Field(0, ge=0, description="blocks: what strategies wrap, and what pipeline stages are made of")
 
 
 class TrainSection(Section):

@@ -36,6 +36,9 @@ class ForwardBackward(Protocol):
     def after_evaluation(self) -> None:
         """Leave the parameters as training expects them."""
 
+    def measurements(self) -> dict[str, float]:
+        """Figures of the last call of :meth:`train`, for its row in the metrics; called on all ranks alike."""
+
 
 class WholeModel:
     """All layers on this rank.
@@ -75,3 +78,7 @@ class WholeModel:
     def after_evaluation(self) -> None:
         """See :class:`ForwardBackward`."""
         self._model.after_evaluation()
+
+    def measurements(self) -> dict[str, float]:
+        """See :class:`ForwardBackward`; there are none."""
+        return {}

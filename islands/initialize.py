@@ -25,8 +25,15 @@ def canonical_name(name: str) -> str:
 
 
 def named_parameters(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """Parameters of a rank's parts of the model, by canonical name, in the model's own order; a tied one appears once."""
-    return {canonical_name(name): parameter for part in parts for name, parameter in part.named_parameters()}
+    """Parameters of a rank's parts of the model, by canonical name, in the model's own order; a tied one appears once.
+
+    A copy that ties this rank's part to another pipeline stage has the name of the original, and so its weights too.
+    """
+    return {
+        part.aliases.get(canonical_name(name), canonical_name(name)): parameter
+        for part in parts
+        for name, parameter in part.named_parameters()
+    }
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from islands import plugins
 from islands.config import IslandConfig
 from islands.config_file import ConfigError
 from islands.process import Process
+from islands.strategies.pipeline_plan import check_pipeline
 
 AXES = ("island", "pipeline", "replicate", "shard", "tensor")
 
@@ -41,7 +42,8 @@ def check_grid(config: IslandConfig, world_size: int) -> Grid:
     """The grid that ``config`` asks for on ``world_size`` ranks.
 
     Raises:
-        ConfigError: the sizes don't multiply to the world, or batch or model don't divide; with what would fit.
+        ConfigError: the sizes don't multiply to the world, batch or model don't divide, or a pipeline can't be cut or
+            filled; with what would fit.
     """
     parallel, train = config.parallel, config.train
     model_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -69,6 +71,8 @@ def check_grid(config: IslandConfig, world_size: int) -> Grid:
             f"train.micro_batch_size: {micro} does not divide the {share} sequences of each rank; "
             f"sizes that do: {', '.join(map(str, fitting))}"
         )
+    if parallel.pipeline_parallel_size > 1:
+        check_pipeline(config, share)
     shard = {"ddp": 1, "hybrid_shard": parallel.shard_size}.get(parallel.data_parallel_strategy, data)
     if data % shard:
         fitting = [size for size in range(1, data + 1) if data % size == 0]

@@ -12,7 +12,7 @@ from islands.forward_backward import ForwardBackward, WholeModel
 from islands.initialize import initialize, parameter_dtype
 from islands.mesh import Grid, IslandMesh
 from islands.process import Process
-from islands.strategies import ddp, fsdp, recompute, tensor
+from islands.strategies import ddp, fsdp, pipeline, recompute, tensor
 from islands.strategies.base import DataParallel
 
 
@@ -35,31 +35,39 @@ class ParallelModel:
 def parallelize(model: nn.Module, grid: Grid, mesh: IslandMesh, process: Process, config: IslandConfig) -> ParallelModel:
     """Turn the whole ``model`` on the meta device into this rank's part, filled with its weights.
 
-    The order matters: recomputation wraps what tensor parallelism has cut, compilation sees what is recomputed, and sharding wraps
-    compiled blocks. Only DistributedDataParallel wants weights to be there already.
+    The order matters: each pipeline stage is treated like a model; recomputation wraps what tensor parallelism has cut,
+    compilation sees what is recomputed, and sharding wraps compiled blocks. Only DistributedDataParallel wants weights
+    to be there already.
     """
-    train = config.train
-    if grid.tensor > 1:
-        tensor.cut_model(model, mesh.root["tensor"], config.parallel.sequence_parallel)
-    if train.recompute != "none":
-        recompute.recompute_blocks(model, train.recompute)
-    if train.compile:
-        for block in model.blocks.values():
-            block.compile()
-    wrapped = _data_parallel(model, grid, mesh, config)
-    initialize([model], process.device, parameter_dtype(config), config.run.seed)
-    if wrapped is None:
-        wrapped = ddp.wrap_model(model, mesh.data.get_group(), config.parallel.ddp, train.precision, process.device)
+    train, axis = config.train, mesh.root["pipeline"]
+    parts = pipeline.split(model, config.parallel, axis) if grid.pipeline > 1 else [model]
+    for part in parts:
+        if grid.tensor > 1:
+            tensor.cut_model(part, mesh.root["tensor"], config.parallel.sequence_parallel)
+        if train.recompute != "none":
+            recompute.recompute_blocks(part, train.recompute)
+        if train.compile:
+            for block in part.blocks.values():
+                block.compile()
+    wrapped = [_data_parallel(part, grid, mesh, config) for part in parts]
+    initialize(parts, process.device, parameter_dtype(config), config.run.seed)
+    loss_context = partial(tensor.loss_context, grid.tensor)
+    if grid.pipeline > 1:
+        pipelined = pipeline.Pipeline(wrapped, axis, config, grid, process.device, loss_context)
+        return ParallelModel(parts, pipelined, axis.get_group(), pipelined.copies)
     micro_batch_size = train.micro_batch_size or train.global_batch_size // grid.data
-    return ParallelModel([model], WholeModel(wrapped, micro_batch_size, partial(tensor.loss_context, grid.tensor)))
+    group, options = mesh.data.get_group(), config.parallel.ddp
+    whole = wrapped[0] or ddp.wrap_model(model, group, options, train.precision, process.device)
+    return ParallelModel(parts, WholeModel(whole, micro_batch_size, loss_context))
 
 
-def _data_parallel(model: nn.Module, grid: Grid, mesh: IslandMesh, config: IslandConfig) -> DataParallel | None:
-    """Shard ``model`` over the data axes; None where DistributedDataParallel wraps it later."""
-    parallel, strategy = config.parallel, config.parallel.data_parallel_strategy
+def _data_parallel(part: nn.Module, grid: Grid, mesh: IslandMesh, config: IslandConfig) -> DataParallel | None:
+    """Shard or replicate ``part`` over the data axes; None where DistributedDataParallel wraps it later."""
+    parallel, precision, strategy = config.parallel, config.train.precision, config.parallel.data_parallel_strategy
     if strategy == "ddp":
-        return ddp.replicate_model(model, mesh.root["replicate"], config.train.precision) if grid.tensor > 1 else None
+        cut = grid.tensor > 1 or grid.pipeline > 1
+        return ddp.replicate_model(part, mesh.root["replicate"], precision) if cut else None
     axes = mesh.root["shard"]
     if strategy == "hybrid_shard":
         strategy, axes = parallel.shard_strategy, mesh.root["replicate", "shard"]
-    return fsdp.shard_model(model, axes, strategy, config.train.precision, parallel.cpu_offload)
+    return fsdp.shard_model(part, axes, strategy, precision, parallel.cpu_offload)

@@ -8,6 +8,7 @@ from islands.island import Island, build_island, load_corpus, num_parameters
 from islands.mesh import check_grid
 from islands.metrics import Metrics
 from islands.process import pick_device, process_group, world_size
+from islands.strategies.pipeline_plan import num_micro_batches, predicted_bubble
 from islands.train_loop import train
 
 
@@ -42,5 +43,7 @@ def open_metrics(island: Island, slot: int) -> Metrics:
         device=str(process.device.type),
         steps=config.train.steps,
     )
+    if island.grid.pipeline > 1:
+        detail["predicted_bubble"] = predicted_bubble(config.parallel, num_micro_batches(config, island.grid.data))
     metrics.write("event", what="start", detail=detail)
     return metrics

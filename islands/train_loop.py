@@ -49,6 +49,7 @@ def train(island: Island, batches: Batches, metrics: Metrics, hooks: Sequence[St
             tokens_per_second=result.tokens / seconds,
             step_seconds=seconds,
             stall_seconds=stall,
+            **island.model.forward_backward.measurements(),
         )
         non_finite = 0 if result.applied else _report_non_finite(metrics, step, result.grad_norm, non_finite + 1)
         if step == train_config.steps or (train_config.eval_every and step % train_config.eval_every == 0):

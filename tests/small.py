@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -39,11 +40,21 @@ def small_corpus(tokens: int = 4000) -> Corpus:
 
 
 def whole_parameters(island: Island) -> dict[str, Tensor]:
-    """Every parameter, whole, on every rank."""
-    return {
+    """Every parameter, whole, on every rank; copies on several pipeline stages must not differ by a bit."""
+    mine = {
         name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
         for name, parameter in named_parameters(island.model.parts).items()
     }
+    group = island.model.pipeline_group
+    if group is None:
+        return mine
+    stages: list[dict[str, Tensor]] = [{}] * group.size()
+    dist.all_gather_object(stages, mine, group=group)
+    whole: dict[str, Tensor] = {}
+    for name, parameter in (item for stage in stages for item in stage.items()):
+        first = whole.setdefault(name, parameter)
+        assert torch.equal(first.nan_to_num(7), parameter.nan_to_num(7)), f"copies of {name} differ"
+    return whole
 
 
 def plain_model(config: RunConfig) -> torch.nn.Module:

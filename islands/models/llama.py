@@ -4,6 +4,7 @@ Parameters have the names that Hugging Face's LlamaForCausalLM gives them inside
 Shapes: B batch, T positions, D hidden, H query heads, K key-value heads, E head size, F intermediate, V vocabulary.
 """
 
+import copy
 import math
 from typing import Any, Literal
 
@@ -106,7 +107,7 @@ def rotary_tables(head_size: int, positions: int, theta: float, device: torch.de
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + E/2) of x (B, T, H, E) by its position's angle."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]  # (T, 1, E/2)
+    cos, sin = cos[: x.shape[1], None, :], sin[: x.shape[1], None, :]  # (T, 1, E/2); tables may be longer
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -165,7 +166,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids (B, T) to logits (B, T, V), V being ``padded_vocab_size``."""
+    """Token ids (B, T) to logits (B, T, V), V being ``padded_vocab_size``.
+
+    Between pipeline stages there are hidden states (B, T, D).
+    """
 
     def __init__(self, config: Config, seq_len: int) -> None:
         super().__init__()
@@ -178,8 +182,42 @@ class Llama(nn.Module):
 
     def tie_weights(self) -> None:
         """Make embedding and output one parameter where the config says so; strategies that replace parameters call it again."""
-        if self.config.tied_embeddings:
+        if self.config.tied_embeddings and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Parameters that are copies where another pipeline stage has the original: name -> name of the original."""
+        return {"lm_head.weight": "embed_tokens.weight"} if self.config.tied_embeddings else {}
+
+    def layer_costs(self) -> list[int]:
+        """Multiply-adds of a forward pass on one token, by layer; the first has the embedding, the last the output."""
+        costs = [sum(p.numel() for p in block.parameters()) for block in self.layers.values()]
+        costs = [cost + self.config.hidden_size * self.seq_len for cost in costs]  # causal attention: half of 2 D T
+        costs[0] += self.config.hidden_size  # looked up, not multiplied
+        costs[-1] += self.lm_head.weight.numel()
+        return costs
+
+    def stage(self, layers: range) -> "Llama":
+        """A copy with only ``layers``; the first ones go with the embedding, the last with the output. Names stay."""
+        stage = copy.deepcopy(self)
+        for name in self.layers:
+            if int(name) not in layers:
+                del stage.layers[name]
+        if layers.start > 0:
+            stage.embed_tokens = None
+        if layers.stop < len(self.layers):
+            stage.norm = stage.lm_head = None
+        return stage
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether this is the whole model or its last stage."""
+        return self.lm_head is not None
+
+    def hidden_shape(self, batch_size: int) -> tuple[int, int, int]:
+        """(B, T, D) of what one pipeline stage hands to the next."""
+        return batch_size, self.seq_len, self.config.hidden_size
 
     @property
     def blocks(self) -> nn.ModuleDict:
@@ -189,7 +227,7 @@ class Llama(nn.Module):
     def tensor_plan(self) -> TensorPlan:
         """Attention is cut by heads, the feed-forward half by intermediate features, embedding and output by vocabulary."""
         attention, feed_forward = "layers.*.self_attn", "layers.*.mlp"
-        return {
+        plan = {
             "embed_tokens": Cut.VOCABULARY,
             "layers.*.input_layernorm": Cut.NORM,
             attention: Cut.HALF,
@@ -203,6 +241,8 @@ class Llama(nn.Module):
             "norm": Cut.NORM,
             "lm_head": Cut.LOGITS,
         }
+        absent = {name for name, module in self._modules.items() if module is None}  # other pipeline stages have them
+        return {name: cut for name, cut in plan.items() if name not in absent}
 
     def init_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
         """Fill what is not a parameter; needed again after ``to_empty``."""
@@ -219,13 +259,14 @@ class Llama(nn.Module):
         std = 0.02 / math.sqrt(2 * self.config.num_layers) if into_residual else 0.02
         out.normal_(0.0, std, generator=generator)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) -> (B, T, V)"""
-        x = self.embed_tokens(tokens)
-        cos, sin = self.cos[: tokens.shape[1]].to(x.dtype), self.sin[: tokens.shape[1]].to(x.dtype)
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T) or, without the embedding, (B, T, D) -> (B, T, V) or, without the output, (B, T, D)"""
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
         for block in self.layers.values():
             x = block(x, cos, sin)
-        return self.lm_head(self.norm(x))
+        return x if self.lm_head is None else self.lm_head(self.norm(x))
 
 
 def build(config: Config, seq_len: int) -> Llama:

@@ -20,7 +20,7 @@ def replicate_model(model: nn.Module, mesh: DeviceMesh, precision: str) -> DataP
 
     Parameters become DTensors, so that gradients of one norm live on one mesh.
     """
-    block_policy, root_policy = mixed_precision(precision)
+    block_policy, root_policy = mixed_precision(precision, model.gives_logits)
     for block in model.blocks.values():
         replicate(block, mesh=mesh, mp_policy=block_policy)
     replicate(model, mesh=mesh, mp_policy=root_policy)

@@ -24,12 +24,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from islands.strategies.base import DataParallel
 
 
-def mixed_precision(precision: str) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-    """Policies of a block and of the root: with bf16 the master weights and reductions stay fp32, and so do the logits."""
+def mixed_precision(precision: str, logits: bool) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """Policies of a block and of the root: with bf16 the master weights and reductions stay fp32, and so do the logits.
+
+    Args:
+        logits: whether the root puts out logits; a pipeline stage may not, and hands on bf16.
+    """
     if precision != "bf16":
         return MixedPrecisionPolicy(), MixedPrecisionPolicy()
     block = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return block, MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    return block, MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32 if logits else None)
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, strategy: str, precision: str, cpu_offload: bool) -> DataParallel:
@@ -39,7 +43,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, strategy: str, precision: st
         mesh: the axis to shard over, or (replicate, shard).
         strategy: zero1, zero2 or zero3.
     """
-    block_policy, root_policy = mixed_precision(precision)
+    block_policy, root_policy = mixed_precision(precision, model.gives_logits)
     options = dict(
         mesh=mesh,
         reshard_after_forward=strategy == "zero3",

@@ -17,11 +17,17 @@ from islands.process import Process
 
 #: The vocabulary of 257 padded, so that two tensor ranks can share it; 129 rows each, which data ranks then cut unevenly.
 MODEL = dict(pad_vocab_to_multiple_of=2)
+PIPELINE = dict(pipeline_parallel_size=2)
 
 
-def halves() -> list[Fragment]:
+def overrides_of(parallel: dict[str, Any], tied: bool) -> dict[str, Any]:
+    """Sections of the configuration."""
+    return dict(parallel=parallel, model=MODEL | dict(tied_embeddings=tied), train=dict(micro_batch_size=1))
+
+
+def halves(overrides: dict[str, Any]) -> list[Fragment]:
     """Every other parameter, so that neither fragment is a run of the model."""
-    schema = schema_of(meta_model(small_config(model=MODEL)))
+    schema = schema_of(meta_model(small_config(**overrides)))
     return [Fragment("even", schema[::2]), Fragment("odd", schema[1::2])]
 
 
@@ -29,18 +35,18 @@ def flat(parameters: dict[str, Tensor], fragment: Fragment) -> Tensor:
     return torch.cat([parameters[spec.name].reshape(-1) for spec in fragment.parameters])
 
 
-def move(process: Process, owner: int, bucket_bytes: int, parallel: dict[str, Any]) -> dict[str, object]:
+def move(process: Process, owner: int, bucket_bytes: int, overrides: dict[str, Any]) -> dict[str, object]:
     """Gather both fragments, wreck the model, scatter them back; then add a second time through ``apply``."""
     islands.fragments.BUCKET_BYTES = bucket_bytes
-    island = build_island(small_config(parallel=parallel, model=MODEL), process, small_corpus())
-    fragments, mine = halves(), process.rank == owner
+    island = build_island(small_config(**overrides), process, small_corpus())
+    fragments, mine = halves(overrides), process.rank == owner
     mover = ParameterMover(island.model.parts, fragments)
     vectors = [torch.zeros(f.numel, dtype=torch.float64) if mine else None for f in fragments]
     for index, vector in enumerate(vectors):
         mover.gather(index, owner, vector)
     before = whole_parameters(island)
     with torch.no_grad():
-        for parameter in island.model.parts[0].parameters():
+        for parameter in named_parameters(island.model.parts).values():
             parameter.zero_()
     for index, vector in enumerate(vectors):
         mover.scatter(index, owner, vector)
@@ -51,26 +57,44 @@ def move(process: Process, owner: int, bucket_bytes: int, parallel: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("world_size", "owner", "bucket_bytes", "parallel"),
+    ("world_size", "owner", "bucket_bytes", "parallel", "tied"),
     [
-        (1, 0, 64 << 20, dict()),
-        (2, 1, 64 << 20, dict()),
-        (4, 0, 5000, dict()),
-        (2, 1, 5000, dict(tensor_parallel_size=2)),
-        (4, 0, 64 << 20, dict(tensor_parallel_size=2, sequence_parallel=True)),
-        (4, 3, 5000, dict(tensor_parallel_size=2, data_parallel_strategy="ddp")),
-        (8, 5, 5000, dict(tensor_parallel_size=2, data_parallel_strategy="hybrid_shard", shard_size=2)),
+        (1, 0, 64 << 20, dict(), False),
+        (2, 1, 64 << 20, dict(), False),
+        (4, 0, 5000, dict(), False),
+        (2, 1, 5000, dict(tensor_parallel_size=2), False),
+        (4, 0, 64 << 20, dict(tensor_parallel_size=2, sequence_parallel=True), False),
+        (4, 3, 5000, dict(tensor_parallel_size=2, data_parallel_strategy="ddp"), False),
+        (8, 5, 5000, dict(tensor_parallel_size=2, data_parallel_strategy="hybrid_shard", shard_size=2), False),
+        (2, 0, 64 << 20, PIPELINE, False),
+        (4, 3, 5000, PIPELINE, False),
+        (2, 1, 64 << 20, PIPELINE, True),
+        (8, 6, 5000, PIPELINE | dict(tensor_parallel_size=2), True),
     ],
-    ids=["1", "zero3 2", "zero3 4", "tp2", "zero3 x tp2 sequence", "ddp x tp2", "hybrid 2x2 x tp2"],
+    ids=[
+        "1",
+        "zero3 2",
+        "zero3 4",
+        "tp2",
+        "zero3 x tp2 sequence",
+        "ddp x tp2",
+        "hybrid 2x2 x tp2",
+        "pp2",
+        "pp2 x zero3",
+        "pp2 tied",
+        "pp2 x zero3 x tp2 tied",
+    ],
 )
 def test_weights_are_the_same_on_each_grid_and_gather_then_scatter_is_bit_identical(
-    ranks: RankPool, world_size: int, owner: int, bucket_bytes: int, parallel: dict[str, Any]
+    ranks: RankPool, world_size: int, owner: int, bucket_bytes: int, parallel: dict[str, Any], tied: bool
 ) -> None:
-    initial = {name: p.detach() for name, p in named_parameters([plain_model(small_config(model=MODEL))]).items()}
-    results = ranks.run(move, world_size, owner, bucket_bytes, parallel)
-    for index, fragment in enumerate(halves()):
+    overrides = overrides_of(parallel, tied)
+    initial = {name: p.detach() for name, p in named_parameters([plain_model(small_config(**overrides))]).items()}
+    results = ranks.run(move, world_size, owner, bucket_bytes, overrides)
+    for index, fragment in enumerate(halves(overrides)):
         assert torch.equal(results[owner]["vectors"][index], flat(initial, fragment))
     for result in results:
+        assert result["before"].keys() == initial.keys()
         for name, parameter in initial.items():
             assert torch.equal(result["before"][name], parameter)
             assert torch.equal(result["restored"][name], parameter)

@@ -182,6 +182,67 @@ def test_options_of_ddp(ranks: RankPool, options: dict[str, bool]) -> None:
     )
 
 
+def pipeline(ranks: int = 2, schedule: str = "1f1b", **keys: Any) -> dict[str, Any]:
+    return dict(pipeline_parallel_size=ranks, pipeline_schedule=schedule, **keys)
+
+
+#: Ranks, `parallel`, and the layers of a model with tied embeddings (None: the small model as it is).
+PIPELINES: dict[str, tuple[int, dict[str, Any], int | None]] = {
+    "gpipe": (2, pipeline(schedule="gpipe"), None),
+    "1f1b": (2, pipeline(), None),
+    "1f1b tied": (2, pipeline(), 3),
+    "interleaved": (2, pipeline(schedule="interleaved_1f1b"), 4),
+    "zero bubble": (2, pipeline(schedule="zero_bubble"), 5),
+    "zero bubble, 3 stages a rank": (2, pipeline(schedule="zero_bubble", pipeline_stages_per_rank=3), 6),
+    "offloaded tied": (2, pipeline(cpu_offload=True), 2),
+    "4 ranks interleaved": (4, pipeline(4, "interleaved_1f1b"), 8),
+    "zero3": (4, pipeline(data_parallel_strategy="zero3"), None),
+    "zero3 zero bubble tied": (4, pipeline(schedule="zero_bubble", data_parallel_strategy="zero3"), 4),
+    "zero2": (4, pipeline(data_parallel_strategy="zero2"), None),
+    "zero1 interleaved tied": (4, pipeline(schedule="interleaved_1f1b", data_parallel_strategy="zero1"), 4),
+    "ddp tied": (4, pipeline(data_parallel_strategy="ddp"), 2),
+    "hybrid 2x2": (8, pipeline(data_parallel_strategy="hybrid_shard", shard_size=2), None),
+}
+
+
+@pytest.mark.parametrize("grid", PIPELINES)
+def test_every_pipeline_equals_one_process_with_padding(ranks: RankPool, grid: str) -> None:
+    world_size, parallel, tied_layers = PIPELINES[grid]
+    model = dict(num_layers=tied_layers, tied_embeddings=True) if tied_layers else {}
+    micro_batch_size = 1 if world_size == 8 else 3  # 4 or 2 micro-batches a rank, and 3 on 8 ranks
+    train = dict(micro_batch_size=micro_batch_size)
+    check_parity(ranks, world_size, padded=True, parallel=parallel, model=model, train=train)
+
+
+#: Stages that tensor parallelism has cut, with a padded vocabulary.
+CUT_PIPELINES: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "tp2": (4, pipeline(tensor_parallel_size=2), True),
+    "tp2 sequence": (4, pipeline(tensor_parallel_size=2, sequence_parallel=True), False),
+    "zero2 x tp2": (8, pipeline(tensor_parallel_size=2, data_parallel_strategy="zero2"), False),
+    "zero3 x tp2 sequence zero bubble": (
+        8,
+        pipeline(tensor_parallel_size=2, sequence_parallel=True, schedule="zero_bubble", data_parallel_strategy="zero3"),
+        True,
+    ),
+    "ddp x tp2": (8, pipeline(tensor_parallel_size=2, data_parallel_strategy="ddp"), False),
+}
+
+
+@pytest.mark.parametrize("grid", CUT_PIPELINES)
+def test_a_pipeline_of_tensor_parallel_stages(ranks: RankPool, grid: str) -> None:
+    world_size, parallel, tied = CUT_PIPELINES[grid]
+    model = dict(num_layers=4, pad_vocab_to_multiple_of=2, tied_embeddings=tied)
+    check_parity(ranks, world_size, padded=True, parallel=parallel, model=model, train=dict(micro_batch_size=3))
+
+
+@pytest.mark.parametrize(
+    "schedule, mode", [("1f1b", "full"), ("interleaved_1f1b", "selective"), ("zero_bubble", "full")]
+)
+def test_recompute_in_a_pipeline(ranks: RankPool, schedule: str, mode: str) -> None:
+    train = dict(recompute=mode, micro_batch_size=3)
+    check_parity(ranks, 2, parallel=pipeline(schedule=schedule), model=dict(num_layers=4), train=train)
+
+
 def bf16_losses(process: Process, parallel: dict[str, Any]) -> tuple[list[float], set[torch.dtype]]:
     config = small_config(train=dict(precision="bf16"), parallel=parallel, model=dict(pad_vocab_to_multiple_of=2))
     island = build_island(config, process, small_corpus())
