@@ -1,8 +1,6 @@
 """One island, put together: mesh, model, optimizer, data."""
 
-import contextlib
 from dataclasses import dataclass
-from typing import Iterator
 
 import torch
 from torch import nn
@@ -20,8 +18,9 @@ from islands.train_step import TrainStep
 
 def meta_model(config: IslandConfig) -> nn.Module:
     """The whole model without memory: for its names and shapes, and to be sharded before it is filled."""
-    with torch.device("meta"), _default_dtype(parameter_dtype(config)):
-        return plugins.load("islands.models", config.model.type).build(config.model, config.data.seq_len)
+    with torch.device("meta"):
+        model = plugins.load("islands.models", config.model.type).build(config.model, config.data.seq_len)
+    return model.to(parameter_dtype(config))  # the default dtype belongs to all threads of a process: so leave it alone
 
 
 def num_parameters(config: IslandConfig) -> int:
@@ -99,13 +98,3 @@ def build_island(config: IslandConfig, process: Process, corpus: Corpus) -> Isla
         Evaluation(corpus.held_out, config.data.seq_len, train.eval_sequences, data_group, process.device),
         corpus,
     )
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
