@@ -12,6 +12,7 @@ from diloco.outer_state import OuterState
 from diloco.report import write_report
 from diloco.schedule import Schedule
 from islands import plugins
+from islands.agreement import check_agreement
 from islands.fragments import Fragment, ParameterMover, schema_hash, schema_of, whole_model
 from islands.initialize import parameter_dtype
 from islands.island import build_island, load_corpus, meta_model
@@ -25,7 +26,7 @@ def run_island(config: RunConfig) -> None:
     """Check everything, meet the other islands, train.
 
     Raises:
-        ConfigError: before anything is started.
+        ConfigError: before anything is started, or when the ranks were started with different configurations.
         JoinError: the swarm refused this island, or did not come together in time.
     """
     check_grid(config, world_size())
@@ -38,6 +39,7 @@ def run_island(config: RunConfig) -> None:
             coordinator = _coordinator(config, fragments, f"{schema_hash(schema)} {parameter_dtype(config)}")
             stack.callback(coordinator.exchange.close)
         process = stack.enter_context(process_group(device, config.run.timeout))
+        check_agreement(config, process, may_differ=["swarm"])
         island = build_island(config, process, corpus)
         seat = _take_seat(coordinator and coordinator.exchange)
         metrics = open_metrics(island, seat.slot)
