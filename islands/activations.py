@@ -1,8 +1,8 @@
 """What a forward and backward pass keeps in memory, found by running it on tensors that have shapes and no memory."""
 
-import contextlib
+import functools
 import weakref
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from islands import plugins
-from islands.config import IslandConfig
+from islands.config import IslandConfig, ModelSection
 from islands.forward_backward import cross_entropy_sum
 from islands.initialize import parameter_dtype
 from islands.island import default_dtype
@@ -56,29 +56,36 @@ class LiveBytes(TorchDispatchMode):
 def activation_bytes(config: IslandConfig, sequences: int) -> int:
     """Peak bytes of one micro-batch of ``sequences`` through the whole model, beside its parameters and their gradients.
 
-    Recomputation and bf16 are as the configuration says. With ``ddp`` they include the bf16 copies of weights that autocast keeps.
+    Recomputation and bf16 are as the configuration says. With ``ddp`` they include the bf16 copies of weights that
+    autocast keeps.
     """
-    with FakeTensorMode(), _one_device_model(config) as model:
-        tokens = torch.zeros(sequences, config.data.seq_len, dtype=torch.int64)
-        with LiveBytes() as live:
+    autocast = config.train.precision == "bf16" and config.parallel.data_parallel_strategy == "ddp"
+    computes = torch.bfloat16 if config.train.precision == "bf16" and not autocast else parameter_dtype(config)
+    return _peak(config.model, config.data.seq_len, sequences, computes, autocast, config.train.recompute)
+
+
+@functools.lru_cache
+def _peak(
+    section: ModelSection, seq_len: int, sequences: int, dtype: torch.dtype, autocast: bool, recompute: str
+) -> int:
+    with FakeTensorMode():
+        model = _one_device_model(section, seq_len, dtype, recompute)
+        tokens = torch.zeros(sequences, seq_len, dtype=torch.int64)
+        with LiveBytes() as live, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             logits = model(tokens)
-            if config.train.precision == "bf16":
-                logits = logits.float()
+            if logits.dtype == torch.bfloat16:
+                logits = logits.float()  # as the strategies do
             cross_entropy_sum(logits, tokens).backward()
     return live.peak
 
 
-@contextlib.contextmanager
-def _one_device_model(config: IslandConfig) -> Iterator[nn.Module]:
+def _one_device_model(section: ModelSection, seq_len: int, dtype: torch.dtype, recompute: str) -> nn.Module:
     """The model as a data-parallel rank computes with it; each gradient is dropped once it is there."""
-    bf16, autocast = config.train.precision == "bf16", config.parallel.data_parallel_strategy == "ddp"
-    dtype = torch.bfloat16 if bf16 and not autocast else parameter_dtype(config)
     with default_dtype(dtype):
-        model = plugins.load("islands.models", config.model.type).build(config.model, config.data.seq_len)
+        model = plugins.load("islands.models", section.type).build(section, seq_len)
     model.init_buffers(torch.device("cpu"), dtype)
-    if config.train.recompute != "none":
-        recompute_blocks(model, config.train.recompute)
+    if recompute != "none":
+        recompute_blocks(model, recompute)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda done: setattr(done, "grad", None))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16 and autocast):
-        yield model
+    return model

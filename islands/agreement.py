@@ -1,4 +1,4 @@
-"""Before the first collective, all ranks compare what they were started with, so that a difference is a message and not a hang.
+"""Before the first collective, ranks compare what they were started with: a difference is a message and not a hang.
 
 They meet in the store, which needs no collective and waits for a bounded time.
 """
@@ -64,8 +64,8 @@ def _exchange(process: Process, facts: dict[str, str]) -> list[dict[str, str]]:
     except dist.DistStoreError as error:
         missing = [str(rank) for rank, key in enumerate(keys) if not process.store.check([key])]
         raise RuntimeError(
-            f"rank {', '.join(missing)} of {process.world_size} did not come within run.timeout={process.timeout:g} seconds; "
-            "its own log says why"
+            f"rank {', '.join(missing)} of {process.world_size} did not come within run.timeout={process.timeout:g} "
+            "seconds; its own log says why"
         ) from error
     return [json.loads(process.store.get(key)) for key in keys]
 

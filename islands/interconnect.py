@@ -1,9 +1,10 @@
 """Measure what ranks can send each other and compute: ``torchrun … -m islands.interconnect [CONFIG] [key=value …]``.
 
-With a CONFIG each axis of its mesh is measured, all groups along the axis at once, as in training; without, all ranks as one group.
+With a CONFIG each axis of its mesh is measured, all groups along the axis at once, as in training; without, all ranks as one.
 
-Of a collective on n ranks that takes t seconds, *size* S is the larger of what a rank puts in and gets out, in bytes. *Bus bandwidth* is S/t times
-the share of S that each link has to carry whatever the algorithm, so that it can be compared with what the link is sold for:
+Of a collective on n ranks that takes t seconds, *size* S is the larger of what a rank puts in and gets out, in bytes.
+*Bus bandwidth* is S/t times the share of S that each link has to carry whatever the algorithm, so that it can be compared
+with what the link is sold for:
 
 ==================  =============  ==========
 collective          S              factor
@@ -25,7 +26,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -147,22 +148,27 @@ def _slowest(seconds: float, device: torch.device) -> float:
     return float(largest)
 
 
-def measure(process: Process, config: IslandConfig | None) -> tuple[list[LinkRate], list[MatrixRate]]:
+def measure(
+    process: Process, config: IslandConfig | None, sizes: Sequence[int]
+) -> tuple[list[LinkRate], list[MatrixRate]]:
     """Everything, on all axes of ``config``'s mesh that have more than one rank; on the world without one."""
-    sizes = GPU_SIZES if process.device.type == "cuda" else CPU_SIZES
     groups = {"world": dist.group.WORLD}
     if config is not None:
         grid = check_grid(config, process.world_size)
         mesh = build_mesh(grid, process)
         groups = {axis: mesh.root.get_group(axis) for axis in AXES[1:] if getattr(grid, axis) > 1}
-    links = [rate for axis, group in groups.items() if group.size() > 1 for rate in measure_links(axis, group, process, sizes)]
+    links = []
+    for axis, group in groups.items():
+        links += measure_links(axis, group, process, sizes) if group.size() > 1 else []
     return links, measure_matrices(process)
 
 
 def main() -> int:
     """Measure and print. Returns the exit code: 2 for a configuration that can't be used."""
-    parser = argparse.ArgumentParser(prog="torchrun … -m islands.interconnect", description="Measure links and matrix products.")
-    parser.add_argument("config", nargs="?", help="YAML file, whose mesh is measured axis by axis; without: all ranks as one group")
+    parser = argparse.ArgumentParser(
+        prog="torchrun … -m islands.interconnect", description="Measure links and matrix products."
+    )
+    parser.add_argument("config", nargs="?", help="YAML file, whose mesh is measured axis by axis; without: all ranks")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of CONFIG")
     parser.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
     chosen = parser.parse_intermixed_args()
@@ -177,7 +183,8 @@ def main() -> int:
             print(error, file=sys.stderr)
         return 2
     with process_group(device, run.timeout) as process:
-        links, matrices = measure(process, config or None)
+        sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
+        links, matrices = measure(process, config or None, sizes)
     if is_first_rank():
         _print(links, matrices, chosen.json)
     return 0

@@ -1,8 +1,8 @@
 """Bytes per rank, before anything is started: ``python -m islands.memory CONFIG [key=value …] [--world-size N]``.
 
-What each strategy of ``islands/strategies`` holds at its worst moment. W is the whole model and S a rank's shard of it, both in the
-precision of the master weights; w the whole model and u two units in the precision that computes. A unit is a block, or all that
-is outside the blocks; the two are the block in its backward pass, and what is outside, which is done last.
+What each strategy of ``islands/strategies`` holds at its worst moment. W is the whole model and S a rank's shard of it,
+both in the precision of the master weights; w the whole model and u two units in the precision that computes. A unit is a
+block, or all that is outside the blocks; the two are the block in its backward pass, and what is outside, which is done last.
 
 =========  ==========  ================================================================  =========
 strategy   parameters  gradients of k micro-batches                                      optimizer
@@ -13,7 +13,8 @@ zero2      S + w       u; S + u if k > 1                                        
 zero3      S + u       S + u                                                             o S
 =========  ==========  ================================================================  =========
 
-o is 2 for AdamW. Buffers are what a unit's gradients are copied to for their reduction, and with zero3 the next block, gathered ahead.
+o is 2 for AdamW. Buffers are what a unit's gradients are copied to for their reduction; with zero3 the next block, gathered
+ahead; and with hybrid_shard S, as FSDP keeps the reduced gradients of a step until the next.
 
 Not counted: what the device's runtime and allocator take, and temporaries of the optimizer step.
 """
@@ -22,6 +23,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
+from typing import Sequence
 
 import torch
 from rich.console import Console
@@ -48,7 +50,7 @@ class Estimate:
     Attributes:
         parameters: master weights or shards of them, and whole copies.
         buffers: what collectives read from and write to.
-        host: of parameters, gradients and optimizer state, the bytes that ``cpu_offload`` keeps in host memory; not in the others.
+        host: of parameters, gradients and optimizer state, what ``cpu_offload`` keeps in host memory; not in the others.
     """
 
     parameters: int
@@ -101,7 +103,7 @@ def estimate(config: IslandConfig, grid: Grid) -> Estimate:
     activations = int(activation_bytes(config, micro) * in_flight) // grid.tensor
     if strategy == "ddp":
         return _replicated(config, units, num_micro_batches, activations)
-    return _sharded(config, units, grid.shard, strategy, num_micro_batches, activations)
+    return _sharded(config, units, grid, strategy, num_micro_batches, activations)
 
 
 def _replicated(config: IslandConfig, units: _Units, num_micro_batches: int, activations: int) -> Estimate:
@@ -111,11 +113,11 @@ def _replicated(config: IslandConfig, units: _Units, num_micro_batches: int, act
 
 
 def _sharded(
-    config: IslandConfig, units: _Units, shards: int, strategy: str, num_micro_batches: int, activations: int
+    config: IslandConfig, units: _Units, grid: Grid, strategy: str, num_micro_batches: int, activations: int
 ) -> Estimate:
     master = parameter_dtype(config).itemsize
     compute = torch.bfloat16.itemsize if config.train.precision == "bf16" else master
-    shard, accumulates = units.whole // shards * master, num_micro_batches > 1
+    shard, accumulates = units.whole // grid.shard * master, num_micro_batches > 1
     two_units = (units.outside + units.block) * compute
     gathered = two_units if strategy == "zero3" else units.whole * compute
     waiting = two_units
@@ -123,20 +125,21 @@ def _sharded(
         waiting = units.whole * master + (two_units if compute != master else 0)
     shard_gradients = shard if strategy == "zero3" or (strategy == "zero2" and accumulates) else 0
     optimizer = round(shard * _optimizer_ratio(config))
-    reduced = max(units.block, units.outside) * master
+    ahead = units.block * compute if strategy == "zero3" else 0
+    reduced = max(units.block, units.outside) * master + (shard if grid.replicate > 1 else 0)
     offload = config.parallel.cpu_offload
     return Estimate(
         parameters=gathered + (0 if offload else shard),
         gradients=waiting + (0 if offload else shard_gradients),
         optimizer=0 if offload else optimizer,
         activations=activations,
-        buffers=reduced + (units.block * compute if strategy == "zero3" else 0),
+        buffers=reduced + ahead,
         host=shard + shard_gradients + optimizer if offload else 0,
     )
 
 
 def _units(model: nn.Module, grid: Grid) -> _Units:
-    """Elements a rank of the fullest stage has in each block and outside of them; padded as FSDP pads the first dim of a shard."""
+    """Elements a rank of the fullest stage has in each block and outside of them, padded as FSDP pads shards."""
 
     def elements(parameters: list[nn.Parameter]) -> int:
         rows = (-(-parameter.shape[0] // grid.shard) * grid.shard * parameter[0].numel() for parameter in parameters)
@@ -172,7 +175,8 @@ def compare(config: IslandConfig, num_ranks: int) -> dict[str, Estimate | str]:
             shard_size=group if strategy == "hybrid_shard" else 0,
             cpu_offload=parallel.cpu_offload and strategy != "ddp",
         )
-        beside = config.model_copy(update={"parallel": ParallelSection.model_validate({**parallel.model_dump(), **keys})})
+        section = ParallelSection.model_validate({**parallel.model_dump(), **keys})
+        beside = config.model_copy(update={"parallel": section})
         try:
             result[strategy] = estimate(beside, check_grid(beside, num_ranks))
         except ConfigError as error:
@@ -204,17 +208,19 @@ def _table(config: IslandConfig, num_ranks: int, estimates: dict[str, Estimate |
     return table
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table. Returns the exit code: 2 for a configuration that can't be used."""
     parser = argparse.ArgumentParser(
         prog="python -m islands.memory",
-        description="Predict the bytes that a rank will hold, with each data-parallel strategy. Starts and allocates nothing.",
+        description="Predict the bytes that a rank will hold, with each data-parallel strategy. Starts nothing.",
     )
     parser.add_argument("config", help="YAML file; the sections outer, exchange and swarm are skipped")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, for example model.preset=1B")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the island, data-parallel where the other sizes leave them")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, such as model.preset=1B")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks of the island, data-parallel where other sizes leave them"
+    )
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
-    chosen = parser.parse_intermixed_args()
+    chosen = parser.parse_intermixed_args(arguments)
     try:
         rest = ["parallel.data_parallel_size=-1"] if chosen.world_size else []
         config = load_config(IslandConfig, chosen.config, [*rest, *chosen.overrides], ignore=OUTER_SECTIONS)
@@ -224,7 +230,10 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     if chosen.json:
-        rows = {name: e if isinstance(e, str) else {**asdict(e), "total": e.total} for name, e in estimates.items()}
+        rows = {
+            name: found if isinstance(found, str) else {**asdict(found), "total": found.total}
+            for name, found in estimates.items()
+        }
         print(json.dumps(dict(world_size=num_ranks, chosen=config.parallel.data_parallel_strategy, bytes=rows)))
     else:
         Console().print(_table(config, num_ranks, estimates))
@@ -235,7 +244,8 @@ def _ranks_of(config: IslandConfig) -> int:
     """As many ranks as the sizes multiply to; of those that take the rest, as many as torchrun started."""
     parallel = config.parallel
     model_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    return parallel.data_parallel_size * model_ranks if parallel.data_parallel_size > 0 else max(world_size(), model_ranks)
+    data = parallel.data_parallel_size
+    return data * model_ranks if data > 0 else max(world_size(), model_ranks)
 
 
 if __name__ == "__main__":

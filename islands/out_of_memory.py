@@ -41,8 +41,8 @@ def describe(config: IslandConfig, grid: Grid, process: Process) -> str:
     """Who ran out, what is held, what was to be expected, what helps most."""
     used, peak, total = _device_bytes(process.device)
     lines = [
-        f"rank {process.rank} ran out of memory on {process.device}: {in_words(used)} allocated, peak {in_words(peak)}, "
-        f"of {in_words(total)} in all",
+        f"rank {process.rank} ran out of memory on {process.device}: {in_words(used)} allocated, "
+        f"peak {in_words(peak)}, of {in_words(total)} in all",
         f"predicted for this grid ({grid}): {split_in_words(estimate(config, grid))}",
         "what would help, the largest first:",
         *(f"  {lever}" for lever in levers(config, grid)),
@@ -63,9 +63,9 @@ def levers(config: IslandConfig, grid: Grid) -> list[str]:
     found = []
     if micro > 1:
         smaller = max(size for size in range(1, micro) if micro % size == 0)
-        found.append(f"train.micro_batch_size={smaller} (now {micro}): activations shrink in proportion; the batch stays")
+        found.append(f"train.micro_batch_size={smaller} (now {micro}): activations shrink with it; the batch stays")
     if train.recompute != "full":
-        found.append(f"train.recompute=full (now {train.recompute}): keeps only the input of each block, for about a third more compute")
+        found.append(f"train.recompute=full (now {train.recompute}): keeps only blocks' inputs, for a third more compute")
     ladder = ["ddp", "zero1", "zero2", "zero3"]
     if parallel.data_parallel_strategy in ladder[:-1] and grid.data > 1:
         stronger = ladder[ladder.index(parallel.data_parallel_strategy) + 1 :]

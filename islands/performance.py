@@ -47,7 +47,9 @@ class Performance:
         """Nothing begins before the first step."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Write the trace of steps that an error cut short."""
         self._write_trace()
 
@@ -59,8 +61,11 @@ class Performance:
             self._profiler.start()
 
     def end_step(self, step: int, tokens_per_second: float) -> dict[str, float]:
-        """What ``step`` achieved: ``flops_per_second`` of the island, counted by the model's formula without what is
-        computed twice; ``mfu``, their share of the devices' peak, where that is known; ``peak_memory_bytes`` of this rank so far.
+        """What ``step`` achieved, for its row.
+
+        Returns:
+            ``flops_per_second`` of the island, by the model's formula, which leaves out what is computed twice; ``mfu``, their
+            share of the devices' bf16 peak, where that is known; ``peak_memory_bytes`` of this rank so far.
         """
         if step == self._last:
             self._write_trace()

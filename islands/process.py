@@ -85,7 +85,7 @@ def process_group(device: torch.device, timeout: float) -> Iterator[Process]:
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether ``error`` is a collective operation that timed out or lost a rank, which one backend tells in its message only."""
+    """Whether ``error`` is a collective that timed out or lost a rank; one backend tells that in its message only."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 

@@ -38,7 +38,9 @@ def train(island: Island, batches: Batches, metrics: Metrics, hooks: Sequence[St
         _train(island, batches, metrics, hooks, performance)
 
 
-def _train(island: Island, batches: Batches, metrics: Metrics, hooks: Sequence[StepHook], performance: Performance) -> None:
+def _train(
+    island: Island, batches: Batches, metrics: Metrics, hooks: Sequence[StepHook], performance: Performance
+) -> None:
     train_config, device, enter = island.config.train, island.process.device, island.watchdog.enter
     enter("evaluation")
     metrics.write("eval", step=0, loss=island.evaluate())

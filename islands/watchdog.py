@@ -1,8 +1,8 @@
 """When ranks wait for one that does not come, say which, and where it was last seen.
 
-Each rank notes where it is (step and phase: an assignment), and a thread of its own tells the others once a second, through the store. When
-a collective fails, or a phase outlasts the timeout, a rank reads what all of them said. No clocks are compared: a rank
-whose signs have stopped is gone, one that says that it is elsewhere is late, one that ended has said so.
+Each rank notes where it is (step and phase: an assignment), and a thread of its own tells the others once a second, through
+the store. When a collective fails, or a phase lasts as long as the timeout, a rank reads what all of them said. No clocks are
+compared: a rank whose signs have stopped is gone, one that is elsewhere says so, and so does one that ended.
 """
 
 import json
@@ -63,7 +63,7 @@ class Watchdog:
     """Entered around training; ``enter`` notes each phase.
 
     Args:
-        folder: where the backend's flight recorder is written when a collective fails; torchfrtrace reads it.
+        folder: where the backend's flight recorder is written, for torchfrtrace, when a collective fails.
     """
 
     def __init__(self, process: Process, folder: Path) -> None:
@@ -88,7 +88,9 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Say how it ended. A failure of a collective becomes :class:`RankLost`."""
         if len(self._keys) == 1:
             return
@@ -97,15 +99,17 @@ class Watchdog:
         in_vain = error is not None and is_collective_failure(error)
         try:
             if not in_vain:
-                self._say(ended="is done with all steps" if error is None else f"failed ({kind.__name__}: {_first_line(error)})")
+                reason = f"failed ({kind.__name__}: {_first_line(error)})" if error else "is done with all steps"
+                self._say(ended=reason)
                 return
             self._say(waits_in_vain=True)
             report = self.explain()
         except dist.DistError as lost:
-            report = f"where the others were can't be read: the store that all ranks share is gone ({_first_line(lost)})"
+            report = f"where the others were can't be read: the ranks' store is gone ({_first_line(lost)})"
         if in_vain:
             self._dump()
-            raise RankLost(f"rank {self._rank}: a collective operation failed: {_first_line(error)}\n{report}") from error
+            told = f"rank {self._rank}: a collective operation failed: {_first_line(error)}"
+            raise RankLost(f"{told}\n{report}") from error
 
     def explain(self) -> str:
         """Which ranks did not take part in what this rank waits for. Takes three intervals, to see who still lives."""
@@ -148,7 +152,8 @@ class Watchdog:
                 self._say()
                 if seconds > _PATIENCE * self._timeout and place is not reported:
                     reported = place
-                    print(f"rank {self._rank} is waiting for {seconds:.0f} s:\n{self.explain()}", file=sys.stderr, flush=True)
+                    told = f"rank {self._rank} has been in {place.phase} of step {place.step} for {seconds:.0f} s"
+                    print(f"{told}:\n{self.explain()}", file=sys.stderr, flush=True)
                     self._dump()
             except dist.DistError:
                 return  # the store is gone; a failing collective will tell
@@ -163,8 +168,9 @@ class Watchdog:
         self._store.set(self._keys[self._rank], json.dumps(asdict(sign)))
 
     def _signs(self) -> list[Sign | None]:
-        there = [self._store.check([key]) for key in self._keys]
-        return [Sign(**json.loads(self._store.get(key))) if is_there else None for key, is_there in zip(self._keys, there)]
+        return [
+            Sign(**json.loads(self._store.get(key))) if self._store.check([key]) else None for key in self._keys
+        ]
 
     def _dump(self) -> None:
         if recording := dump_flight_recorder():

@@ -40,7 +40,8 @@ def test_sizes_are_cut_to_equal_parts_of_at_least_one_element(ranks: RankPool) -
 
 
 def on_mesh(process: Process) -> tuple[list[LinkRate], list[MatrixRate]]:
-    return measure(process, small_config(parallel=dict(data_parallel_strategy="hybrid_shard", shard_size=2)))
+    config = small_config(parallel=dict(data_parallel_strategy="hybrid_shard", shard_size=2))
+    return measure(process, config, [1 << 12, 1 << 18])
 
 
 def test_each_axis_that_has_ranks_is_measured(ranks: RankPool) -> None:

@@ -35,7 +35,8 @@ def profiled(process: Process, folder: str) -> None:
 def test_chosen_steps_are_traced_on_each_rank_and_rows_tell_the_speed(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(profiled, 2, str(tmp_path))
     for rank in range(2):
-        names = [event.get("name", "") for event in json.loads((tmp_path / f"profile/rank{rank}.json").read_text())["traceEvents"]]
+        trace = json.loads((tmp_path / f"profile/rank{rank}.json").read_text())
+        names = [event.get("name", "") for event in trace["traceEvents"]]
         assert sum(name.startswith("Optimizer.step") for name in names) == 2
     rows = [json.loads(line) for line in (tmp_path / "island-0/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]

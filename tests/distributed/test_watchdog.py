@@ -154,7 +154,9 @@ def timeouts(process: Process, parallel: dict[str, Any]) -> list[float]:
     return [group._get_backend(process.device).options._timeout.total_seconds() for group in groups]
 
 
-@pytest.mark.parametrize("parallel", [dict(data_parallel_strategy="zero3"), dict(data_parallel_strategy="hybrid_shard", shard_size=2)])
+@pytest.mark.parametrize(
+    "parallel", [dict(data_parallel_strategy="zero3"), dict(data_parallel_strategy="hybrid_shard", shard_size=2)]
+)
 def test_every_group_has_the_timeout_of_the_configuration(ranks: RankPool, parallel: dict[str, Any]) -> None:
     for seconds in ranks.run(timeouts, 4, parallel, timeout=31.0):
         assert len(seconds) > 1 and set(seconds) == {31.0}

@@ -1,8 +1,6 @@
 """What the prediction says without any rank: its parts, its command line, its table of strategies."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 from small import small_config
 
 from islands.activations import activation_bytes
-from islands.memory import Estimate, compare, estimate, in_words
+from islands.memory import Estimate, compare, estimate, in_words, main
 from islands.mesh import check_grid
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -46,7 +44,8 @@ def test_offload_moves_shards_to_the_host() -> None:
 
 def test_buckets_apart_from_gradients_hold_them_twice() -> None:
     views, apart = (
-        predicted(parallel=dict(data_parallel_strategy="ddp", ddp=dict(gradient_as_bucket_view=view))) for view in (True, False)
+        predicted(parallel=dict(data_parallel_strategy="ddp", ddp=dict(gradient_as_bucket_view=view)))
+        for view in (True, False)
     )
     assert apart.gradients == 2 * views.gradients
 
@@ -58,20 +57,21 @@ def test_each_strategy_is_shown_beside_the_chosen_one() -> None:
     assert found["zero3"].parameters < found["hybrid_shard"].parameters < found["ddp"].parameters * 2
 
 
-@pytest.mark.parametrize(("num_bytes", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 << 40, "5120.00 GiB")])
+@pytest.mark.parametrize(
+    ("num_bytes", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 << 40, "5120.00 GiB")]
+)
 def test_bytes_in_words(num_bytes: int, words: str) -> None:
     assert in_words(num_bytes) == words
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "islands.memory", str(CONFIG), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-
-def test_the_command_line_prints_bytes_or_why_not() -> None:
-    answer = json.loads(run("--json", "--world-size", "4", "model.num_layers=2").stdout)
+def test_the_command_line_prints_bytes_or_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(CONFIG), "--json", "--world-size", "4", "model.num_layers=2"]) == 0
+    answer = json.loads(capsys.readouterr().out)
     assert answer["world_size"] == 4 and answer["chosen"] == "zero3"
     ddp = answer["bytes"]["ddp"]
     assert ddp["total"] == sum(ddp[part] for part in ("parameters", "gradients", "optimizer", "activations", "buffers"))
-    refused = run("--world-size", "3")
-    assert refused.returncode == 2 and "global_batch_size" in refused.stderr
+    assert main([str(CONFIG), "model.num_layers=2"]) == 0
+    table = capsys.readouterr().out
+    assert "of 2 ranks" in table and all(strategy in table for strategy in ("ddp", "zero1", "zero2", "zero3"))
+    assert main([str(CONFIG), "--world-size", "3"]) == 2
+    assert "global_batch_size" in capsys.readouterr().err
