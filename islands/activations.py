@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def activation_bytes(config: IslandConfig, sequences: int) -> int:
-    """Peak bytes of one micro-batch of ``sequences`` through the whole model, beside its parameters and their gradients.
+    """Peak bytes of one micro-batch of ``sequences`` through the whole model, beside parameters and their gradients.
 
     Recomputation and bf16 are as the configuration says. With ``ddp`` they include the bf16 copies of weights that
     autocast keeps.

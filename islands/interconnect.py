@@ -1,10 +1,11 @@
 """Measure what ranks can send each other and compute: ``torchrun … -m islands.interconnect [CONFIG] [key=value …]``.
 
-With a CONFIG each axis of its mesh is measured, all groups along the axis at once, as in training; without, all ranks as one.
+With a CONFIG each axis of its mesh is measured, all groups along the axis at once, as in training; without, all ranks
+as one.
 
 Of a collective on n ranks that takes t seconds, *size* S is the larger of what a rank puts in and gets out, in bytes.
-*Bus bandwidth* is S/t times the share of S that each link has to carry whatever the algorithm, so that it can be compared
-with what the link is sold for:
+*Bus bandwidth* is S/t times the share of S that each link has to carry whatever the algorithm, so that it can be
+compared with what the link is sold for:
 
 ==================  =============  ==========
 collective          S              factor
@@ -17,7 +18,8 @@ broadcast           out            1
 send_receive        in = out       1
 ==================  =============  ==========
 
-The last is a ring: each rank sends to the next and receives from the one before. *Latency* is the time of the smallest size.
+The last is a ring: each rank sends to the next and receives from the one before. *Latency* is the time of the smallest
+size.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import json
 import statistics
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Callable, Iterable, Sequence
 
@@ -69,7 +72,7 @@ class LinkRate:
 
 @dataclass(frozen=True)
 class MatrixRate:
-    """Floating-point operations a second of a square matrix product, on the slowest rank; ``size`` is its number of rows."""
+    """Floating-point operations a second of a square matrix product of ``size`` rows, on the slowest rank."""
 
     dtype: str
     size: int
@@ -182,6 +185,7 @@ def main() -> int:
         if is_first_rank():
             print(error, file=sys.stderr)
         return 2
+    warnings.simplefilter("ignore", FutureWarning)  # newer torch renames collectives that older ones need
     with process_group(device, run.timeout) as process:
         sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
         links, matrices = measure(process, config or None, sizes)
@@ -204,7 +208,8 @@ def _print(links: list[LinkRate], matrices: list[MatrixRate], as_json: bool) -> 
     if links:
         console.print(table)
     for rate in matrices:
-        console.print(f"{rate.dtype} matrix product, {rate.size} rows: {rate.flops_per_second / 1e12:.3f} TFLOP/s a rank")
+        teraflops = rate.flops_per_second / 1e12
+        console.print(f"{rate.dtype} matrix product, {rate.size} rows: {teraflops:.3g} TFLOP/s a rank")
 
 
 if __name__ == "__main__":

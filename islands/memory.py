@@ -1,8 +1,9 @@
 """Bytes per rank, before anything is started: ``python -m islands.memory CONFIG [key=value …] [--world-size N]``.
 
-What each strategy of ``islands/strategies`` holds at its worst moment. W is the whole model and S a rank's shard of it,
-both in the precision of the master weights; w the whole model and u two units in the precision that computes. A unit is a
-block, or all that is outside the blocks; the two are the block in its backward pass, and what is outside, which is done last.
+What each strategy of ``islands/strategies`` holds at its worst moment. W is the whole model and S a rank's shard of
+it, both in the precision of the master weights; w the whole model and u two units in the precision that computes. A
+unit is a block, or all that is outside the blocks; the two are the block in its backward pass, and what is outside,
+which is done last.
 
 =========  ==========  ================================================================  =========
 strategy   parameters  gradients of k micro-batches                                      optimizer
@@ -13,8 +14,8 @@ zero2      S + w       u; S + u if k > 1                                        
 zero3      S + u       S + u                                                             o S
 =========  ==========  ================================================================  =========
 
-o is 2 for AdamW. Buffers are what a unit's gradients are copied to for their reduction; with zero3 the next block, gathered
-ahead; and with hybrid_shard S, as FSDP keeps the reduced gradients of a step until the next.
+o is 2 for AdamW. Buffers are what a unit's gradients are copied to for their reduction; with zero3 the next block,
+gathered ahead; and with hybrid_shard S, as FSDP keeps the reduced gradients of a step until the next.
 
 Not counted: what the device's runtime and allocator take, and temporaries of the optimizer step.
 """
@@ -50,7 +51,7 @@ class Estimate:
     Attributes:
         parameters: master weights or shards of them, and whole copies.
         buffers: what collectives read from and write to.
-        host: of parameters, gradients and optimizer state, what ``cpu_offload`` keeps in host memory; not in the others.
+        host: of parameters, gradients and optimizer state, what ``cpu_offload`` keeps on the host; not in the others.
     """
 
     parameters: int
@@ -90,7 +91,8 @@ class _Units:
 def estimate(config: IslandConfig, grid: Grid) -> Estimate:
     """What a rank of ``grid`` will hold. Nothing is allocated.
 
-    Tensor parallelism is taken to divide everything; a pipeline, to divide the blocks and to hold as many micro-batches as stages.
+    Tensor parallelism is taken to divide everything; a pipeline, to divide the blocks and to hold as many micro-batches
+    as stages.
     """
     parallel = config.parallel
     strategy = parallel.data_parallel_strategy

@@ -65,7 +65,7 @@ def levers(config: IslandConfig, grid: Grid) -> list[str]:
         smaller = max(size for size in range(1, micro) if micro % size == 0)
         found.append(f"train.micro_batch_size={smaller} (now {micro}): activations shrink with it; the batch stays")
     if train.recompute != "full":
-        found.append(f"train.recompute=full (now {train.recompute}): keeps only blocks' inputs, for a third more compute")
+        found.append(f"train.recompute=full (now {train.recompute}): keeps blocks' inputs only, for a third more compute")
     ladder = ["ddp", "zero1", "zero2", "zero3"]
     if parallel.data_parallel_strategy in ladder[:-1] and grid.data > 1:
         stronger = ladder[ladder.index(parallel.data_parallel_strategy) + 1 :]

@@ -64,8 +64,8 @@ class Performance:
         """What ``step`` achieved, for its row.
 
         Returns:
-            ``flops_per_second`` of the island, by the model's formula, which leaves out what is computed twice; ``mfu``, their
-            share of the devices' bf16 peak, where that is known; ``peak_memory_bytes`` of this rank so far.
+            ``flops_per_second`` of the island, by the model's formula, which leaves out what is computed twice; ``mfu``,
+            their share of the devices' bf16 peak, where that is known; ``peak_memory_bytes`` of this rank so far.
         """
         if step == self._last:
             self._write_trace()

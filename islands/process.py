@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import pickle
 import signal
 import sys
 from dataclasses import dataclass
@@ -94,6 +95,13 @@ def dump_flight_recorder() -> bytes:
     bindings = torch._C._distributed_c10d
     dump = getattr(bindings, "_dump_nccl_trace", None) or getattr(bindings, "_dump_fr_trace", None)
     return dump() if dump else b""
+
+
+def last_collective() -> str:
+    """Name of the collective operation that this rank called last; empty where the backend records none."""
+    recording = dump_flight_recorder()
+    entries = pickle.loads(recording).get("entries") if recording else None
+    return entries[-1]["profiling_name"] if entries else ""
 
 
 def _store(rank: int, timeout: float) -> dist.Store:

@@ -1,8 +1,9 @@
 """When ranks wait for one that does not come, say which, and where it was last seen.
 
-Each rank notes where it is (step and phase: an assignment), and a thread of its own tells the others once a second, through
-the store. When a collective fails, or a phase lasts as long as the timeout, a rank reads what all of them said. No clocks are
-compared: a rank whose signs have stopped is gone, one that is elsewhere says so, and so does one that ended.
+Each rank notes where it is (step and phase: an assignment), and a thread of its own tells the others once a second,
+through the store. When a collective fails, or a phase lasts as long as the timeout, a rank reads what all of them
+said. No clocks are compared: a rank whose signs have stopped is gone, one that is elsewhere says so, and so does one
+that ended.
 """
 
 import json
@@ -16,9 +17,9 @@ from typing import NamedTuple, Self
 
 import torch.distributed as dist
 
-from islands.process import Process, dump_flight_recorder, is_collective_failure
+from islands.process import Process, dump_flight_recorder, is_collective_failure, last_collective
 
-#: Share of the timeout after which a phase is reported while it still lasts: some backends end the process at the timeout.
+#: Share of the timeout after which a phase is reported while it lasts: some backends end the process at the timeout.
 _PATIENCE = 0.9
 
 
@@ -108,7 +109,8 @@ class Watchdog:
             report = f"where the others were can't be read: the ranks' store is gone ({_first_line(lost)})"
         if in_vain:
             self._dump()
-            told = f"rank {self._rank}: a collective operation failed: {_first_line(error)}"
+            operation = last_collective() or "a collective operation"
+            told = f"rank {self._rank}: {operation} failed: {_first_line(error)}"
             raise RankLost(f"{told}\n{report}") from error
 
     def explain(self) -> str:

@@ -1,7 +1,8 @@
 """The bytes that are predicted are those that a rank comes to hold."""
 
+import functools
 import weakref
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from islands.island import Island, build_island
 from islands.memory import Estimate, estimate
 from islands.mesh import check_grid
 from islands.process import Process
+
+#: (strategy, micro-batches, precision) to the peaks of each rank in bytes: state, all.
+Peaks = Callable[[str, int, str], list[tuple[int, int]]]
 
 WORLD = 4
 
@@ -112,6 +116,16 @@ def measure(process: Process, parallel: dict[str, Any], micro_batches: int, prec
     return census.state, census.total
 
 
+@pytest.fixture(scope="module")
+def peaks(ranks: RankPool) -> Peaks:
+    """What each rank measures, each time only once."""
+    return functools.cache(
+        lambda strategy, micro_batches, precision: ranks.run(
+            measure, WORLD, STRATEGIES[strategy], micro_batches, precision
+        )
+    )
+
+
 def predict(parallel: dict[str, Any], micro_batches: int = 3, precision: str = "fp32") -> Estimate:
     config = sizes(parallel, micro_batches, precision)
     return estimate(config, check_grid(config, WORLD))
@@ -127,26 +141,25 @@ def predict(parallel: dict[str, Any], micro_batches: int = 3, precision: str = "
         ("zero3", 3, "bf16"),
     ],
 )
-def test_measured_peaks_are_as_predicted(ranks: RankPool, strategy: str, micro_batches: int, precision: str) -> None:
+def test_measured_peaks_are_as_predicted(peaks: Peaks, strategy: str, micro_batches: int, precision: str) -> None:
     """Two peaks of a step, each within 10 % on every rank.
 
     How they are measured: a dispatch mode sees every operation, from the building of the model on, and remembers each
-    storage that one makes by a weak reference. In the second step (the first makes the optimizer's state), whenever a new
-    storage is large enough to hold a parameter's shard, it adds up bytes twice. *All*: every storage that lives; FSDP empties
-    those that it frees, which counts. *State*: the distinct storages under parameters, gradients and optimizer state, in
-    whichever form they have then: shards, whole copies, gradients that wait whole, buckets. Tensors on the meta device, and
-    those that only stand for their shards, hold nothing. With sequences of 2 tokens activations are under 3 % of all.
+    storage that one makes by a weak reference. In the second step (the first makes the optimizer's state), whenever a
+    new storage is large enough to hold a parameter's shard, it adds up bytes twice. *All*: every storage that lives;
+    FSDP empties those that it frees, which counts. *State*: the distinct storages under parameters, gradients and
+    optimizer state, in whichever form they have then: shards, whole copies, gradients that wait whole, buckets.
+    Tensors on the meta device, and those that only stand for their shards, hold nothing. With sequences of 2 tokens
+    activations are under 3 % of all.
     """
     predicted = predict(STRATEGIES[strategy], micro_batches, precision)
-    for state, everything in ranks.run(measure, WORLD, STRATEGIES[strategy], micro_batches, precision):
+    for state, everything in peaks(strategy, micro_batches, precision):
         assert state == pytest.approx(predicted.state, rel=0.1)
         assert everything == pytest.approx(predicted.total, rel=0.1)
 
 
-def test_each_step_of_the_ladder_holds_less(ranks: RankPool) -> None:
-    states = []
-    for strategy in LADDER:
-        states.append(max(state for state, _ in ranks.run(measure, WORLD, STRATEGIES[strategy], 3, "fp32")))
+def test_each_step_of_the_ladder_holds_less(peaks: Peaks) -> None:
+    states = [max(state for state, _ in peaks(strategy, 3, "fp32")) for strategy in LADDER]
     assert states == sorted(states, reverse=True) and len(set(states)) == len(LADDER)
     predicted = [predict(STRATEGIES[strategy]).state for strategy in LADDER]
     assert predicted == sorted(predicted, reverse=True)

@@ -1,6 +1,8 @@
 """A rank that does not come becomes a message that names it."""
 
+import contextlib
 import dataclasses
+import io
 import os
 import signal
 import time
@@ -52,36 +54,40 @@ def broken() -> None:
     raise ValueError("a fault of its own")
 
 
-def faulty_training(process: Process, fault: Callable[[], Any], folder: str) -> tuple[str, float]:
-    """The message with which training ended on this rank, and the seconds that it took."""
+def faulty_training(process: Process, fault: Callable[[], Any], folder: str) -> tuple[str, float, str]:
+    """The message with which training ended on this rank, the seconds that it took, and what it printed before."""
     process = dataclasses.replace(process, timeout=TIMEOUT)
     config = small_config(run=dict(dir=folder), train=dict(precision="fp32", global_batch_size=6))
     island = build_island(config, process, small_corpus())
     island = dataclasses.replace(island, train_step=Faulty(island, fault))
     metrics = Metrics(island.config.run.dir, 0, enabled=False)
-    started = time.monotonic()
+    started, printed = time.monotonic(), io.StringIO()
     try:
-        train(island, island.batches(), metrics)
+        with contextlib.redirect_stderr(printed):
+            train(island, island.batches(), metrics)
     except (RankLost, ValueError) as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - started
-    return "trained to the end", time.monotonic() - started
+        return f"{type(error).__name__}: {error}", time.monotonic() - started, printed.getvalue()
+    return "trained to the end", time.monotonic() - started, printed.getvalue()
 
 
 def test_a_rank_that_skips_a_collective_is_named_within_the_timeout(ranks: RankPool, tmp_path: Any) -> None:
     answers = ranks.run(faulty_training, 3, late, str(tmp_path))
-    for message, seconds in (answers[0], answers[2]):
-        assert message.startswith("RankLost: ")
+    for message, seconds, printed in (answers[0], answers[2]):
+        assert message.startswith("RankLost: rank ") and "all_reduce failed: " in message
         assert f"rank {FAULTY} is missing: it is behind, and has been in data of step {FAULT_STEP} for " in message
         assert f"ranks 0, 2 waited in forward_backward of step {FAULT_STEP}" in message
+        assert f"has been in forward_backward of step {FAULT_STEP} for 3 s:\nrank {FAULTY} is missing: " in printed
         assert seconds < 2 * TIMEOUT + 2  # before step 2 comes step 1
+    assert {file.name for file in (tmp_path / "flight_recorder").iterdir()} == {"rank_0", "rank_1", "rank_2"}
     assert answers[FAULTY][0].startswith("RankLost: ")  # when it comes at last the others are gone
 
 
 def test_a_rank_that_fails_is_named_with_its_reason(ranks: RankPool, tmp_path: Any) -> None:
     answers = ranks.run(faulty_training, 3, broken, str(tmp_path))
     assert answers[FAULTY][0] == "ValueError: a fault of its own"
-    for message, _ in (answers[0], answers[2]):
-        assert f"rank {FAULTY} is missing: it failed (ValueError: a fault of its own), in data of step {FAULT_STEP}" in message
+    for message, *_ in (answers[0], answers[2]):
+        reason = "it failed (ValueError: a fault of its own)"
+        assert f"rank {FAULTY} is missing: {reason}, in data of step {FAULT_STEP}" in message
 
 
 def outlived_training(process: Process, folder: str) -> None:
@@ -98,7 +104,7 @@ def test_a_rank_that_is_killed_is_named(ranks: RankPool, tmp_path: Any) -> None:
 
 
 def disagreement(process: Process, overrides: dict[str, Any]) -> str:
-    """What a comparison says when the last rank has ``overrides``; each rank has a folder of its own, which may differ."""
+    """What a comparison says when the last rank has ``overrides``; each rank has its own folder, which may differ."""
     process = dataclasses.replace(process, timeout=TIMEOUT)
     odd = process.rank == process.world_size - 1
     sections = dict(run=dict(dir=f"runs/{process.rank}"), train=dict(global_batch_size=12)) | (overrides if odd else {})
