@@ -2,9 +2,6 @@
 
 from contextlib import ExitStack
 
-import torch
-import torch.distributed as dist
-
 from diloco.config import RunConfig
 from diloco.exchange.base import Exchange, JoinError, Seat
 from diloco.outer_round import Coordinator, OuterRound
@@ -12,20 +9,24 @@ from diloco.outer_state import OuterState
 from diloco.report import write_report
 from diloco.schedule import Schedule
 from islands import plugins
+from islands.agreement import check_agreement
 from islands.fragments import Fragment, ParameterMover, schema_hash, schema_of, whole_model
 from islands.initialize import parameter_dtype
 from islands.island import build_island, load_corpus, meta_model
 from islands.mesh import check_grid
-from islands.process import is_first_rank, pick_device, process_group, world_size
+from islands.process import Process, is_first_rank, pick_device, process_group, world_size
 from islands.run import open_metrics
+from islands.sharing import FirstRankSays
 from islands.train_loop import train
+
+_GRACE_SECONDS = 120.0  # on top of swarm.join_timeout: the exchange process starts, on a machine that may be busy
 
 
 def run_island(config: RunConfig) -> None:
     """Check everything, meet the other islands, train.
 
     Raises:
-        ConfigError: before anything is started.
+        ConfigError: before anything is started, or when the ranks were started with different configurations.
         JoinError: the swarm refused this island, or did not come together in time.
     """
     check_grid(config, world_size())
@@ -38,8 +39,9 @@ def run_island(config: RunConfig) -> None:
             coordinator = _coordinator(config, fragments, f"{schema_hash(schema)} {parameter_dtype(config)}")
             stack.callback(coordinator.exchange.close)
         process = stack.enter_context(process_group(device, config.run.timeout))
+        check_agreement(config, process, may_differ=["swarm"])
         island = build_island(config, process, corpus)
-        seat = _take_seat(coordinator and coordinator.exchange)
+        seat = _take_seat(coordinator and coordinator.exchange, process, config.swarm.join_timeout)
         metrics = open_metrics(island, seat.slot)
         stack.callback(metrics.close)
         if seat.address:
@@ -49,6 +51,8 @@ def run_island(config: RunConfig) -> None:
             ParameterMover(island.model.parts, fragments),
             coordinator,
             metrics,
+            process,
+            config.exchange.round_deadline,
         )
         outer_round.start()
         train(island, island.batches(seat.slot, config.swarm.max_slots), metrics, [outer_round])
@@ -64,15 +68,15 @@ def _coordinator(config: RunConfig, fragments: list[Fragment], schema: str) -> C
     return Coordinator(exchange.build(config, state, schema), state)
 
 
-def _take_seat(exchange: Exchange | None) -> Seat:
+def _take_seat(exchange: Exchange | None, process: Process, join_seconds: float) -> Seat:
     """Rank 0 joins the swarm; the others learn the seat, or why there is none, from it."""
-    box: list[Seat | JoinError | None] = [None]
+    seat: Seat | JoinError | None = None
     if exchange:
         try:
-            box[0] = exchange.join()
+            seat = exchange.join()
         except JoinError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    if isinstance(box[0], JoinError):
-        raise box[0]
-    return box[0]
+            seat = error
+    seat = FirstRankSays(process, "place in the swarm")(seat, seconds=join_seconds + _GRACE_SECONDS)
+    if isinstance(seat, JoinError):
+        raise seat
+    return seat

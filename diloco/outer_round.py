@@ -7,8 +7,6 @@ it, so that all of them issue the same collectives in the same order.
 import time
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from diloco.exchange.base import Exchange, RoundOutcome
@@ -16,8 +14,11 @@ from diloco.outer_state import FragmentState, OuterState
 from diloco.schedule import Schedule
 from islands.fragments import ParameterMover
 from islands.metrics import Metrics
+from islands.process import Process
+from islands.sharing import FirstRankSays
 
 _OWNER = 0
+_GRACE_SECONDS = 60.0  # on top of what an exchange allows itself
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,20 @@ class OuterRound:
 
     Args:
         coordinator: on rank 0; None on the others.
+        round_seconds: the longest that a round may take, which ranks then wait for rank 0.
     """
 
     def __init__(
-        self, schedule: Schedule, mover: ParameterMover, coordinator: Coordinator | None, metrics: Metrics
+        self,
+        schedule: Schedule,
+        mover: ParameterMover,
+        coordinator: Coordinator | None,
+        metrics: Metrics,
+        process: Process,
+        round_seconds: float,
     ) -> None:
         self._schedule, self._mover, self._coordinator, self._metrics = schedule, mover, coordinator, metrics
+        self._say, self._round_seconds = FirstRankSays(process, "outcome of a round"), round_seconds
         self._tokens = [0] * schedule.num_fragments  # trained on since the last commit of each fragment
         self._offered = [0] * schedule.num_fragments
 
@@ -77,7 +86,8 @@ class OuterRound:
 
     def _land(self, fragment: int) -> RoundOutcome:
         """Wait for the outcome, tell all ranks, and let the parameters follow it."""
-        outcome = self._shared(self._coordinator and self._coordinator.exchange.outcome(fragment))
+        outcome = self._coordinator and self._coordinator.exchange.outcome(fragment)
+        outcome = self._say(outcome, seconds=self._round_seconds + _GRACE_SECONDS)
         state = self._state(fragment)
         if outcome.kind == "committed":
             self._mover.scatter(fragment, _OWNER, state and state.anchor)
@@ -88,11 +98,6 @@ class OuterRound:
         elif outcome.kind == "left_out":  # the others moved on: follow them, and keep this island's work for the next round
             self._mover.scatter(fragment, _OWNER, state and state.anchor - state.previous_anchor, apply=Tensor.add_)
         return outcome
-
-    def _shared(self, outcome: RoundOutcome | None) -> RoundOutcome:
-        box = [outcome]
-        dist.broadcast_object_list(box, src=_OWNER, device=torch.device("cpu"))
-        return box[0]
 
     def _state(self, fragment: int) -> FragmentState | None:
         return self._coordinator.state.fragments[fragment] if self._coordinator else None

@@ -144,6 +144,16 @@ class TrainSection(Section):
     compile: bool = Field(False, description="compile each block with torch.compile")
     eval_every: int = Field(0, ge=0, description="inner steps between evaluations; 0: only at start and end")
     eval_sequences: int = Field(64, ge=1, description="held-out sequences in one evaluation")
+    profile: list[int] = Field([], description="[first, last]: steps that each rank traces into run.dir/profile; empty: none")
+
+    @model_validator(mode="after")
+    def _profiles_steps(self) -> "TrainSection":
+        if self.profile and (len(self.profile) != 2 or not 1 <= self.profile[0] <= self.profile[1] <= self.steps):
+            raise ValueError(
+                f"train.profile={self.profile} should be [first, last] with 1 <= first <= last <= train.steps={self.steps}, "
+                f"such as [{min(10, self.steps)}, {min(12, self.steps)}]; or leave it away"
+            )
+        return self
 
 
 class IslandConfig(Section):

@@ -1,6 +1,7 @@
 """One island, put together: mesh, model, optimizer, data."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from islands.mesh import Grid, IslandMesh, build_mesh, check_grid
 from islands.parallelize import ParallelModel, parallelize
 from islands.process import Process
 from islands.train_step import TrainStep
+from islands.watchdog import Watchdog
+
 
 def meta_model(config: IslandConfig) -> nn.Module:
     """The whole model without memory: for its names and shapes, and to be sharded before it is filled."""
@@ -60,6 +63,7 @@ class Island:
     train_step: TrainStep
     evaluation: Evaluation
     corpus: Corpus
+    watchdog: Watchdog
 
     def evaluate(self) -> float:
         """Held-out loss, in nats a token, of the parameters as they are."""
@@ -88,13 +92,15 @@ def build_island(config: IslandConfig, process: Process, corpus: Corpus) -> Isla
     parameters = [parameter for part in model.parts for parameter in part.parameters()]
     optimizer = plugins.build("islands.optimizers", config.optimizer, parameters)
     data_group = mesh.data.get_group()
+    watchdog = Watchdog(process, Path(config.run.dir) / "flight_recorder")
     return Island(
         config,
         process,
         grid,
         mesh,
         model,
-        TrainStep(model, optimizer, data_group, config.optimizer.clip_norm),
+        TrainStep(model, optimizer, data_group, config.optimizer.clip_norm, watchdog.enter),
         Evaluation(corpus.held_out, config.data.seq_len, train.eval_sequences, data_group, process.device),
         corpus,
+        watchdog,
     )

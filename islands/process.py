@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import pickle
 import signal
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class Process:
     Attributes:
         device: where this rank computes.
         timeout: seconds until a collective that hangs is an error.
+        store: where the ranks can leave messages for each other without a collective.
     """
 
     rank: int
@@ -29,6 +31,7 @@ class Process:
     local_rank: int
     device: torch.device
     timeout: float
+    store: dist.Store
 
 
 def world_size() -> int:
@@ -67,17 +70,38 @@ def process_group(device: torch.device, timeout: float) -> Iterator[Process]:
     rank = int(os.environ.get("RANK", "0"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # operations that the flight recorder keeps
+    store = _store(rank, timeout)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=_store(rank, timeout),
+        store=store,
         rank=rank,
         world_size=world_size(),
         timeout=timedelta(seconds=timeout),
     )
     try:
-        yield Process(rank, world_size(), int(os.environ.get("LOCAL_RANK", "0")), device, timeout)
+        yield Process(rank, world_size(), int(os.environ.get("LOCAL_RANK", "0")), device, timeout, store)
     finally:
         dist.destroy_process_group()
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether ``error`` is a collective that timed out or lost a rank; one backend tells that in its message only."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def dump_flight_recorder() -> bytes:
+    """The last collective operations of this rank, pickled for torchfrtrace; empty where the backend records none."""
+    bindings = torch._C._distributed_c10d
+    dump = getattr(bindings, "_dump_nccl_trace", None) or getattr(bindings, "_dump_fr_trace", None)
+    return dump() if dump else b""
+
+
+def last_collective() -> str:
+    """Name of the collective operation that this rank called last; empty where the backend records none."""
+    recording = dump_flight_recorder()
+    entries = pickle.loads(recording).get("entries") if recording else None
+    return entries[-1]["profiling_name"] if entries else ""
 
 
 def _store(rank: int, timeout: float) -> dist.Store:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from islands.agreement import check_agreement
 from islands.config import IslandConfig
 from islands.config_file import dump_config
 from islands.island import Island, build_island, load_corpus, num_parameters
@@ -16,11 +17,12 @@ def run_alone(config: IslandConfig) -> None:
     """Check everything, then start the ranks and train.
 
     Raises:
-        ConfigError: before any process group exists.
+        ConfigError: before any process group exists, or when the ranks were started with different configurations.
     """
     check_grid(config, world_size())
     corpus, device = load_corpus(config), pick_device(config.run.device)
     with process_group(device, config.run.timeout) as process:
+        check_agreement(config, process)
         island = build_island(config, process, corpus)
         metrics = open_metrics(island, slot=0)
         train(island, island.batches(), metrics)

@@ -7,6 +7,8 @@ from islands.data.base import Batches
 from islands.island import Island
 from islands.learning_rate import learning_rate
 from islands.metrics import Metrics
+from islands.out_of_memory import explained_memory
+from islands.performance import Performance
 
 #: After so many gradients in a row that are not finite, no later step will be better.
 _MOST_NON_FINITE = 10
@@ -28,16 +30,30 @@ def train(island: Island, batches: Batches, metrics: Metrics, hooks: Sequence[St
 
     Raises:
         FloatingPointError: the gradient stayed non-finite.
+        RankLost: a collective operation failed.
+        OutOfMemory: this rank's device is full.
     """
-    train_config, device = island.config.train, island.process.device
+    performance = Performance(island.config, island.process)
+    with island.watchdog, explained_memory(island.config, island.grid, island.process), performance:
+        _train(island, batches, metrics, hooks, performance)
+
+
+def _train(
+    island: Island, batches: Batches, metrics: Metrics, hooks: Sequence[StepHook], performance: Performance
+) -> None:
+    train_config, device, enter = island.config.train, island.process.device, island.watchdog.enter
+    enter("evaluation")
     metrics.write("eval", step=0, loss=island.evaluate())
     non_finite = 0
     for step in range(1, train_config.steps + 1):
+        enter("data", step)
+        performance.begin_step(step)
         started = time.monotonic()
         inputs, targets = batches[step - 1]
         lr = learning_rate(island.config.optimizer, step - 1, train_config.steps, train_config.global_batch_size)
         result = island.train_step(inputs.to(device), targets.to(device), lr)
         seconds = time.monotonic() - started
+        enter("hooks")
         stall = sum(hook.after_step(step, result.tokens) for hook in hooks)
         metrics.write(
             "step",
@@ -50,9 +66,11 @@ def train(island: Island, batches: Batches, metrics: Metrics, hooks: Sequence[St
             step_seconds=seconds,
             stall_seconds=stall,
             **island.model.forward_backward.measurements(),
+            **performance.end_step(step, result.tokens / seconds),
         )
         non_finite = 0 if result.applied else _report_non_finite(metrics, step, result.grad_norm, non_finite + 1)
         if step == train_config.steps or (train_config.eval_every and step % train_config.eval_every == 0):
+            enter("evaluation")
             metrics.write("eval", step=step, loss=island.evaluate())
 
 

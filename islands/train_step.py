@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -35,20 +36,29 @@ class TrainStep:
     Args:
         data_group: the ranks that split the batch, whose gradients the model averages.
         clip_norm: largest gradient norm; 0 to leave gradients as they are.
+        enter_phase: told the name of each part of the step as it begins.
     """
 
     def __init__(
-        self, model: ParallelModel, optimizer: torch.optim.Optimizer, data_group: dist.ProcessGroup, clip_norm: float
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        data_group: dist.ProcessGroup,
+        clip_norm: float,
+        enter_phase: Callable[[str], None],
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._group, self._clip_norm = data_group, clip_norm
+        self._group, self._clip_norm, self._enter_phase = data_group, clip_norm, enter_phase
 
     def __call__(self, inputs: Tensor, targets: Tensor, lr: float) -> StepResult:
         """Train on this rank's share of the batch: inputs and targets (share, seq)."""
+        self._enter_phase("forward_backward")
         tokens = int(self._sum((targets != IGNORED).sum()))
         scale = self._group.size() / tokens  # gradients are averaged over the group; the loss is per token of all
         loss = self._model.forward_backward.train(inputs, targets, scale)
+        self._enter_phase("clip")
         grad_norm = self._clip()
+        self._enter_phase("optimizer")
         applied = math.isfinite(grad_norm)
         if applied:
             for group in self._optimizer.param_groups:

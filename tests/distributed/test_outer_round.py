@@ -46,7 +46,7 @@ def outer_round(island: Island, exchange: Callable[[OuterState], Any], metrics: 
         state = OuterState([fragment.numel for fragment in fragments], optimizer, parameter_dtype(config))
         coordinator = Coordinator(exchange(state), state)
     schedule = Schedule(config.train.steps, config.outer.sync_every, len(fragments))
-    hook = OuterRound(schedule, ParameterMover(island.model.parts, fragments), coordinator, metrics)
+    hook = OuterRound(schedule, ParameterMover(island.model.parts, fragments), coordinator, metrics, island.process, 30.0)
     hook.start()
     return hook
 

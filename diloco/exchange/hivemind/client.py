@@ -18,7 +18,7 @@ from diloco.exchange.hivemind import ipc, process
 from diloco.exchange.hivemind.lifetime import describe_exit
 from diloco.outer_state import OuterState
 
-_START_SECONDS = 120.0  # imports on a busy machine, on top of swarm.join_timeout
+_START_SECONDS = 300.0  # imports on a busy machine, on top of swarm.join_timeout
 _GRACE_SECONDS = 15.0  # on top of exchange.round_deadline: one settling of votes and a busy machine
 _CLOSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0

@@ -13,6 +13,7 @@ from diloco.exchange.base import JoinError
 from diloco.exchange.hivemind.lifetime import describe_exit, dying_with_me
 
 _PORT_WAIT_SECONDS = 5.0
+_START_SECONDS = 60.0
 
 
 class Daemon(P2P):
@@ -64,6 +65,7 @@ async def start_daemon(listen: str, announce: str, identity_path: str) -> Daemon
         auto_nat=False,
         nat_port_map=False,
         use_ipfs=False,
+        startup_timeout=_START_SECONDS,
     )
 
 

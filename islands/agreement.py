@@ -1,0 +1,80 @@
+"""Before the first collective, ranks compare what they were started with: a difference is a message and not a hang.
+
+They meet in the store, which needs no collective and waits for a bounded time.
+"""
+
+import json
+from collections import Counter
+from datetime import timedelta
+from typing import Any, Collection, Iterator
+
+import torch
+import torch.distributed as dist
+
+from islands.config import IslandConfig
+from islands.config_file import ConfigError
+from islands.fragments import schema_hash, schema_of
+from islands.island import meta_model
+from islands.mesh import check_grid
+from islands.process import Process
+
+#: Paths may be others on each machine; all other keys decide what is computed and when ranks wait for each other.
+MAY_DIFFER = ("run.dir", "data.paths")
+
+_ABSENT = "(absent)"
+
+
+def check_agreement(config: IslandConfig, process: Process, may_differ: Collection[str] = ()) -> None:
+    """Compare configuration, model and grid with the other ranks; called on all of them, before any other collective.
+
+    Args:
+        may_differ: keys, or whole sections, that need not be equal, beside ``MAY_DIFFER``.
+
+    Raises:
+        ConfigError: on all ranks, naming those that differ from most, and in what.
+        RuntimeError: a rank did not come within ``process.timeout`` seconds.
+    """
+    if process.world_size == 1:
+        return
+    facts = {
+        **dict(_flat(config.model_dump(), {*MAY_DIFFER, *may_differ})),
+        "the model's schema": schema_hash(schema_of(meta_model(config)))[:16],
+        "the grid": str(check_grid(config, process.world_size)),
+        "the device": process.device.type,
+        "torch": torch.__version__,
+    }
+    differences = list(_differences(_exchange(process, {key: repr(value) for key, value in facts.items()})))
+    if differences:
+        raise ConfigError("\n".join(["the ranks of this island were not started alike:", *differences]))
+
+
+def _flat(values: dict[str, Any], skipped: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        key = prefix + name
+        if key not in skipped:
+            yield from _flat(value, skipped, f"{key}.") if isinstance(value, dict) else [(key, value)]
+
+
+def _exchange(process: Process, facts: dict[str, str]) -> list[dict[str, str]]:
+    """What every rank said, by rank."""
+    keys = [f"agreement/{rank}" for rank in range(process.world_size)]
+    process.store.set(keys[process.rank], json.dumps(facts))
+    try:
+        process.store.wait(keys, timedelta(seconds=process.timeout))
+    except dist.DistStoreError as error:
+        missing = [str(rank) for rank, key in enumerate(keys) if not process.store.check([key])]
+        raise RuntimeError(
+            f"rank {', '.join(missing)} of {process.world_size} did not come within run.timeout={process.timeout:g} "
+            "seconds; its own log says why"
+        ) from error
+    return [json.loads(process.store.get(key)) for key in keys]
+
+
+def _differences(said: list[dict[str, str]]) -> Iterator[str]:
+    """A line for each key and rank that is not what most ranks have; what rank 0 has, where there are as many."""
+    for key in dict.fromkeys(key for facts in said for key in facts):
+        values = [facts.get(key, _ABSENT) for facts in said]
+        usual = Counter(values).most_common(1)[0][0]  # of equals the first
+        for rank, value in enumerate(values):
+            if value != usual:
+                yield f"  rank {rank}: {key} is {value}, and {usual} on most others"

@@ -1,0 +1,43 @@
+"""What rank 0 learns from outside, told to the other ranks of its island."""
+
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from islands.process import Process
+
+
+class FirstRankSays:
+    """Passes values from rank 0 to all ranks, however long rank 0 has to wait for them.
+
+    Through the store and not by a collective: that would fail after ``run.timeout``, and the world outside may take longer. Called on
+    all ranks alike; between two calls the ranks must meet in some collective.
+    """
+
+    def __init__(self, process: Process, topic: str) -> None:
+        self._process, self._topic, self._count = process, topic, 0
+
+    def __call__(self, value: Any, seconds: float) -> Any:
+        """``value`` of rank 0; what the others give is ignored.
+
+        Raises:
+            RuntimeError: rank 0 said nothing within ``seconds``.
+        """
+        process, before = self._process, f"{self._topic}/{self._count}"
+        if process.world_size == 1:
+            return value
+        self._count += 1
+        key = f"{self._topic}/{self._count}"
+        if process.rank == 0:
+            process.store.set(key, pickle.dumps(value))
+            process.store.delete_key(before)  # all have read it, for they have met since
+            return value
+        try:
+            process.store.wait([key], timedelta(seconds=seconds))
+        except dist.DistStoreError as error:
+            raise RuntimeError(
+                f"rank {process.rank} waited {seconds:g} s for rank 0 to tell the {self._topic}; rank 0's log says why it did not"
+            ) from error
+        return pickle.loads(process.store.get(key))
