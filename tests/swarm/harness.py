@@ -288,7 +288,7 @@ def _trainer_main(pipe: Connection, raw: dict[str, Any], sizes: list[int], fault
             pipe.send(("error", error))
 
 
-# -- faults, in the exchange process ---------------------------------------------------------------------------------------
+# -- faults, in the exchange process ---------------------------------------------------------------------------------
 
 
 def exchange_with_faults(pipe: Connection, start: Any) -> None:

@@ -1,4 +1,4 @@
-"""The rules of the exchange, one by one, without processes: messages, votes, whose state is taken over, who may come in."""
+"""The rules of the exchange one by one, without processes: messages, votes, whose state counts, who may come in."""
 
 import asyncio
 import random
@@ -90,7 +90,8 @@ class TestMessages:
 
     def test_an_id_binds_everything(self) -> None:
         one = proposal(3)
-        changes = [{"attempt": 2}, {"height": 2}, {"lineage": B}, {"fragment": 1}, {"run": "other"}, {"shares": one.shares[:2]}]
+        changes = [{"attempt": 2}, {"height": 2}, {"lineage": B}, {"fragment": 1}, {"run": "other"}]
+        changes.append({"shares": one.shares[:2]})
         assert len({one.id(), *(one.model_copy(update=change).id() for change in changes)}) == len(changes) + 1
 
 
@@ -192,15 +193,18 @@ class TestRound:
     def outcome(
         self, reply: messages.Status | None, deadline: float, passed_seconds: float
     ) -> tuple[RoundOutcome, int, int]:
-        """Of a round with one live member that offers nothing, launched that long ago; times asked; height afterwards."""
-        state = OuterState([4], plugins.build("diloco.outer_optimizers", parse_config(RunConfig, settings()).outer.optimizer))
+        """Of a round launched that long ago, with one live member that offers nothing; times asked; height after it."""
+        config = parse_config(RunConfig, settings())
+        state = OuterState([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer))
         state.fragments[0].initialize()
         network, said = self.Network(reply), []
 
         async def run() -> RoundOutcome:
             membership = Membership(network, 0, 10.0, said.append)
             membership.start([Place(0, "peer0", ()), Place(1, "peer1", ())])
-            around = Surroundings("test", network, membership, NoCodec(), deadline, 1, said.append, asyncio.ensure_future)
+            around = Surroundings(
+                "test", network, membership, NoCodec(), deadline, 1, said.append, background=asyncio.ensure_future
+            )
             current = Round(around, state.fragments[0], 1.0, keep=lambda attempt: None)
             current._started -= passed_seconds
             current._deadline -= passed_seconds
@@ -282,7 +286,8 @@ class TestSettings:
 
     def test_the_rest_does(self) -> None:
         changed = self.shared(outer={"sync_every": 7}, run={"seed": 1})
-        assert difference(self.shared(), changed) == "outer.sync_every is 30 there and 7 here; run.seed is 0 there and 1 here"
+        expected = "outer.sync_every is 30 there and 7 here; run.seed is 0 there and 1 here"
+        assert difference(self.shared(), changed) == expected
         assert "model schema is sha256" in difference(self.shared(), self.shared(schema="other"))
 
     def test_values_are_bounded(self) -> None:

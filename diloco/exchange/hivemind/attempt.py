@@ -1,8 +1,8 @@
 """One attempt of one round: who is in it, its votes, and the promise not to commit it. No input or output in here.
 
-The rule that keeps islands together: a member commits when every named member voted for the same digest **and** every one
-has acknowledged this member's vote. So while a member may have committed, each of the others holds its vote, and those
-who are left can tell from the votes that they hold between them whether it may have.
+The rule that keeps islands together: a member commits when every named member voted for the same digest **and** every
+one has acknowledged this member's vote. So while a member may have committed, each of the others holds its vote, and
+those who are left can tell from the votes that they hold between them whether it may have.
 """
 
 import asyncio

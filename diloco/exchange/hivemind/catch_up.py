@@ -25,8 +25,8 @@ class TransferFailed(Exception):
 def tip_to_adopt(own: Tip, others: Mapping[int, Tip]) -> Tip | None:
     """The state that the swarm stands on, where this island does not; None where it does.
 
-    The greatest height wins; between lineages of one height the one with more members, then the lower hash. A tip counts
-    only if most of those at its height and lineage say the same digest.
+    The greatest height wins; between lineages of one height the one with more members, then the lower hash. A tip
+    counts only if most of those at its height and lineage say the same digest.
     """
     tips = [own, *others.values()]
     support = Counter((tip.height, tip.lineage) for tip in tips)
@@ -115,4 +115,5 @@ def _seal(state: FragmentState, tip: Tip) -> None:
         raise TransferFailed("the state received is not finite")
     digest = state.seal_received(tip.height, tip.lineage.hex())
     if digest != tip.digest.hex():
-        raise TransferFailed(f"the state received has digest {digest[:12]}, the others agreed on {tip.digest.hex()[:12]}")
+        agreed = tip.digest.hex()
+        raise TransferFailed(f"the state received has digest {digest[:12]}, the others agreed on {agreed[:12]}")

@@ -51,7 +51,7 @@ class HivemindExchange:
         self._committing: dict[int, RoundOutcome] = {}
         self._outcomes: dict[int, RoundOutcome] = {}
         self._events: list[ExchangeEvent] = []
-        # The kernel ties the exchange process to the thread that starts it, so one thread does that as long as this lives.
+        # The kernel ties the exchange process to the thread that starts it, so one thread does, as long as this lives.
         self._keeper = threading.Thread(target=self._keep, name="exchange-keeper", daemon=True)
         self._keeper.start()
         atexit.register(self.close)
@@ -63,7 +63,9 @@ class HivemindExchange:
             self._changed.wait_for(lambda: self._seat or self._refusal, limit)
             if self._seat:
                 return self._seat
-            reason = self._refusal or f"the exchange process did not get ready within {limit:g} s; is the machine overloaded?"
+            reason = self._refusal or (
+                f"the exchange process did not get ready within {limit:g} s; is the machine overloaded?"
+            )
         self.close()
         raise JoinError(reason)
 
@@ -91,7 +93,7 @@ class HivemindExchange:
             limit = self._config.exchange.round_deadline + _GRACE_SECONDS
             left = self._launched[fragment].time + limit - time.monotonic()
             if not self._changed.wait_for(lambda: fragment in self._outcomes, max(0.0, left)):
-                # It might still commit, while the trainer believes that nothing changed. So it has to end before we go on.
+                # It might still commit while the trainer believes that nothing changed, so it has to end first.
                 self._end_reason = f"it did not end a round within {limit:g} s and was stopped"
                 if self._process:
                     self._process.kill()
@@ -136,7 +138,8 @@ class HivemindExchange:
             with self._changed:
                 self._process = self._pipe = None
                 if not self._seat and not self._closing:
-                    self._refusal = self._refusal or f"the exchange process failed: {self._end_reason}\n{self._traceback}"
+                    failure = f"the exchange process failed: {self._end_reason}\n{self._traceback}"
+                    self._refusal = self._refusal or failure
                 self._end_launched()
                 if self._closing or self._refusal:
                     self._changed.notify_all()
@@ -179,7 +182,7 @@ class HivemindExchange:
                     self._tell_address(message.address)
                 case ipc.Joined():
                     if self._seat:
-                        self._events.append(ExchangeEvent("rejoined", f"exchange process is back in slot {message.seat.slot}"))
+                        self._events.append(ExchangeEvent("rejoined", f"exchange process in slot {message.seat.slot}"))
                     self._seat = message.seat
                     self._start = replace(self._start, rejoin=message.places, listen=message.listen)
                 case ipc.Refused():

@@ -1,4 +1,4 @@
-"""The libp2p daemon of an exchange process: started, watched, named. The only place that knows hivemind's P2P insides."""
+"""The libp2p daemon of an exchange process, started and watched. Only this file knows the insides of hivemind's P2P."""
 
 import asyncio
 import errno
@@ -42,8 +42,8 @@ class Daemon(P2P):
 
     async def request(self, peer: str, name: str, raw: bytes) -> bytes:
         """The answer of ``peer`` to a request. May be cancelled. Raises P2PDaemonError or P2PHandlerError."""
-        # A call of hivemind's that is cancelled while its answer arrives breaks the control connection for all others, so
-        # it is left to end by itself.
+        # A call of hivemind's that is cancelled while its answer arrives breaks the control connection for all others,
+        # so it is left to end by itself.
         call = asyncio.ensure_future(self._client.call_unary_handler(PeerID.from_base58(peer), name, raw))
         call.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(call)
@@ -115,5 +115,6 @@ async def _wait_for_port(listen: str) -> None:
                     continue
                 remedy = "stop the program that holds it or choose another port; port 0 takes any free one"
                 if error.errno == errno.EADDRNOTAVAIL:
-                    remedy = "this machine has no such address; listen on 0.0.0.0 and set swarm.announce to the one others use"
-                raise JoinError(f"swarm.listen={listen}: can't listen on port {port}: {error.strerror}; {remedy}") from None
+                    remedy = "it is not this machine's; listen on 0.0.0.0 and set swarm.announce to the one others use"
+                problem = f"swarm.listen={listen}: can't listen on port {port}: {error.strerror}"
+                raise JoinError(f"{problem}; {remedy}") from None

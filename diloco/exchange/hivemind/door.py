@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Callable, Mapping
 
 from diloco.exchange.base import ExchangeEvent, JoinError
-from diloco.exchange.hivemind import messages
 from diloco.exchange.hivemind.daemon import host_and_port
 from diloco.exchange.hivemind.ipc import Place
 from diloco.exchange.hivemind.messages import Elsewhere, Entry, Hello, Refused, Reply, Wait, Welcome
@@ -158,7 +157,9 @@ async def ask_to_join(network: Network, hello: Hello, initial_peers: list[str], 
             break
         await asyncio.sleep(_ASK_AGAIN_SECONDS)
     if came:
-        raise JoinError(f"only {came} within swarm.join_timeout={timeout:g} s; check that the others run and reach the first")
+        raise JoinError(
+            f"only {came} within swarm.join_timeout={timeout:g} s; check that the others run and can reach the first"
+        )
     found = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
     raise JoinError(
         f"no island answered within swarm.join_timeout={timeout:g} s ({found}); check that the first island runs, that "

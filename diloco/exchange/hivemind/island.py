@@ -61,8 +61,8 @@ class _Island:
         self._rounds: Rounds | None = None
         self._door = self._make_door()
         loop = asyncio.get_running_loop()
-        # Errors of ours end the process, with their traceback. What else arrives here are hivemind's own tasks, which complain
-        # when the daemon has died, and that is noticed anyway.
+        # Errors of ours end the process, with their traceback. What else arrives here are hivemind's own tasks, which
+        # complain when the daemon has died, and that is noticed anyway.
         loop.set_exception_handler(lambda loop, context: _logger.debug("%s", context))
         loop.add_reader(pipe.fileno(), self._read_pipe)
 
@@ -124,7 +124,9 @@ class _Island:
             first_addresses=tuple(swarm.initial_peers),
         )
 
-    def _begin(self, network: Network, place: ipc.Place, places: tuple[ipc.Place, ...], tasks: asyncio.TaskGroup) -> None:
+    def _begin(
+        self, network: Network, place: ipc.Place, places: tuple[ipc.Place, ...], tasks: asyncio.TaskGroup
+    ) -> None:
         exchange = self._config.exchange
         self._membership = Membership(network, place.slot, exchange.peer_timeout, self._send)
         around = Surroundings(

@@ -7,8 +7,8 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 
-# Runs before the real program: asks the kernel for SIGKILL when the parent dies, then becomes the program. The parent may
-# have died before that was asked for, hence the second look at who the parent is.
+# Runs before the real program: asks the kernel for SIGKILL when the parent dies, then becomes the program. The parent
+# may have died before that was asked for, hence the second look at who the parent is.
 _WRAPPER = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)

@@ -179,8 +179,8 @@ class Membership:
         while True:
             await asyncio.sleep(tick)
             now = time.monotonic()
-            # If this process itself stood still, the others' silence is its own fault: without this, an island that wakes
-            # up would take itself for the only one left, and commit alone.
+            # If this process itself stood still, the others' silence is its own fault: without this, an island that
+            # wakes up would take itself for the only one left, and commit alone.
             stood_still = now - last - tick
             last = now
             for member in self.members.values():

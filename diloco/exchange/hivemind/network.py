@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diloco.exchange.hivemind import messages
 from diloco.exchange.hivemind.daemon import Daemon
-from diloco.exchange.hivemind.messages import BadMessage, Header, Message, Reply, Request
+from diloco.exchange.hivemind.messages import BadMessage, Header, Reply, Request
 
 _CONTROL = "diloco/control/1"
 _BULK = "diloco/bulk/1"

@@ -55,7 +55,7 @@ class Round:
         self._cosine = 0.0
 
     async def run(self) -> RoundOutcome:
-        """Take part until the round has an outcome, which is never later than the deadline and one settling of votes."""
+        """Take part until the round has an outcome: at the latest at the deadline and one settling of votes."""
         self._health = await asyncio.to_thread(self._prepare)
         self.offering = True
         self._around.membership.publish()
@@ -141,8 +141,8 @@ class Round:
     def _tip_to_adopt(self) -> Tip | None:
         height, digest = self._state.height, bytes.fromhex(self._state.digest)
         own = Tip(fragment=self.fragment, height=height, lineage=self.lineage, digest=digest)
-        live = self._around.membership.live()
-        return tip_to_adopt(own, {member.slot: member.tips[own.fragment] for member in live if own.fragment in member.tips})
+        tips = {member.slot: member.tips.get(self.fragment) for member in self._around.membership.live()}
+        return tip_to_adopt(own, {slot: tip for slot, tip in tips.items() if tip})
 
     def _shares_to_propose(self) -> tuple[Share, ...]:
         if not self._health.finite:
@@ -154,8 +154,8 @@ class Round:
     async def _may_go_without_others(self, shares: tuple[Share, ...]) -> bool:
         """Ask the live members that the proposal would not name where they stand, and see whether it is still right.
 
-        An island that stood still for a while knows only what the others said before: without this it would take them for
-        late, go on without them, and split the swarm.
+        An island that stood still for a while knows only what the others said before: without this it would take them
+        for late, go on without them, and split the swarm.
         """
         named = {share.slot for share in shares}
         unnamed = [member for member in self._around.membership.live() if member.slot not in named]
@@ -323,8 +323,8 @@ class Round:
         state = self._state
         health = pseudo_gradient(state.anchor, state.local, out=state.local)
         if health.finite:
-            chunks = range(num_chunks(state.numel))
-            self._encoded = [self._around.codec.encode(state.local[chunk_slice(state.numel, chunk)]) for chunk in chunks]
+            pieces = (chunk_slice(state.numel, chunk) for chunk in range(num_chunks(state.numel)))
+            self._encoded = [self._around.codec.encode(state.local[piece]) for piece in pieces]
         return health
 
     def _stage(self, mean: Tensor) -> str:

@@ -107,7 +107,7 @@ class Rounds:
             raise
 
     async def _find_attempt(self, proposal: bytes) -> Attempt | None:
-        """An accepted attempt. A stream may be faster than the proposal that it belongs to, so wait for that a while."""
+        """An accepted attempt. A stream may be faster than the proposal it belongs to, so wait for that a while."""
         try:
             async with asyncio.timeout(self._around.membership.peer_timeout):
                 while proposal not in self._attempts and proposal not in self._given_up:

@@ -34,8 +34,8 @@ async def cast_vote(around: Surroundings, attempt: Attempt, digest: bytes) -> No
 async def settle(around: Surroundings, attempt: Attempt, failure: AttemptFailed) -> bool:
     """Bind everyone who can be reached to give the attempt up too; returns whether it counts as committed instead.
 
-    It does if this member has voted and another one committed, or if the votes that are known between them are complete:
-    then one that can't be reached may have committed.
+    It does if this member has voted and another one committed, or if the votes that are known between them are
+    complete: then one that can't be reached may have committed.
     """
     attempt.fail(failure.reason, failure.final)
     question = Settle(proposal=attempt.id, reason=failure.reason[:1000], final=failure.final)
