@@ -45,10 +45,10 @@ class Run:
         path.write_text(TINY.format(folder=self.folder, islands=islands, ranks=ranks, steps=steps))
         return str(path)
 
-    def start(self, *arguments: str) -> subprocess.Popen:
-        """``python -m diloco`` with the arguments."""
+    def start(self, *arguments: str, module: str = "diloco") -> subprocess.Popen:
+        """``python -m`` with ``module`` and the arguments."""
         return subprocess.Popen(
-            [sys.executable, "-m", "diloco", *arguments],
+            [sys.executable, "-m", *filter(None, [module]), *arguments],
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -72,6 +72,15 @@ class Run:
             except OSError:
                 continue  # it ended meanwhile
         return [command for command in found if command]  # an empty command line is a process that waits to be reaped
+
+
+def address_of(first: subprocess.Popen) -> str:
+    """What the first island prints for the others."""
+    lines = []
+    while not (found := re.search("initial_peers=.(/ip4/[^] ]+)", "".join(lines[-1:]))):
+        lines.append(first.stdout.readline())
+        assert lines[-1], "the first island ended before it told its address:\n" + "".join(lines)
+    return found[1]
 
 
 @pytest.fixture
@@ -108,12 +117,8 @@ def test_launch_trains_one_model_on_two_islands_of_two_ranks(run: Run) -> None:
 @pytest.mark.timeout(180)
 def test_an_island_that_is_killed_leaves_the_others_training_at_one_anchor(run: Run) -> None:
     config, steps = run.config(islands=3, ranks=1, steps=400), 400
-    first = run.start(config, "swarm.listen=127.0.0.1:0")
-    address = ""
-    while "/p2p/" not in address:
-        address = first.stdout.readline()
-        assert address, "the first island ended before it told its address"
-    peers = f"swarm.initial_peers=[{re.search('/ip4/[^] ]+', address)[0]}]"
+    first = run.start(config)
+    peers = f"swarm.initial_peers=[{address_of(first)}]"
     others = [run.start(config, peers), run.start(config, peers)]
     by_slot = {0: first}
     eventually(lambda: len(run.rows(1, "round")) >= 2 and len(run.rows(2, "round")) >= 2)
@@ -139,6 +144,27 @@ def _writes(folder: str, name: str) -> Iterator[bool]:
     """Whether a process has a file open below a folder of that name."""
     for entry in Path(folder).iterdir():
         yield f"/{name}/" in os.readlink(entry)
+
+
+@pytest.mark.timeout(180)
+def test_islands_with_different_grids_train_one_model(run: Run) -> None:
+    config = run.config(islands=2, ranks=2, steps=12)
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "diloco", config]
+    first = run.start(*torchrun, "parallel.data_parallel_strategy=zero3", module="")
+    peers = f"swarm.initial_peers=[{address_of(first)}]"
+    cut = ["parallel.tensor_parallel_size=2", "parallel.data_parallel_size=1", "parallel.sequence_parallel=true"]
+    second = run.start(*torchrun, *cut, peers, module="")
+    for process in (first, second):
+        output, _ = process.communicate(timeout=150)
+        assert process.returncode == 0, output
+    grids = [run.rows(island, "event")[0]["detail"]["grid"] for island in (0, 1)]
+    assert grids == ["pipeline 1 x replicate 1 x shard 2 x tensor 1", "pipeline 1 x replicate 1 x shard 1 x tensor 2"]
+    digests = [[row["digest"] for row in run.rows(island, "round")] for island in (0, 1)]
+    assert digests[0] == digests[1] and len(set(digests[0])) == 3
+    assert all(row["outcome"] == "committed" for row in run.rows(1, "round"))
+    losses = [run.rows(island, "eval") for island in (0, 1)]
+    assert losses[0][0]["loss"] == pytest.approx(losses[1][0]["loss"], abs=1e-5)  # the same weights at the start
+    assert losses[0][-1]["loss"] == pytest.approx(losses[1][-1]["loss"], abs=1e-5)  # and the same anchor at the end
 
 
 @pytest.mark.timeout(120)
