@@ -280,7 +280,7 @@ def _trainer_main(pipe: Connection, raw: dict[str, Any], sizes: list[int], fault
     while True:
         try:
             method, arguments, keywords = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return trainer.close()
         try:
             pipe.send(("value", getattr(trainer, method)(*arguments, **keywords)))

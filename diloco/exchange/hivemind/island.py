@@ -95,8 +95,8 @@ class _Island:
                 tasks.create_task(self._rounds.launch(launch.fragment, launch.weight))
 
     async def shut_down(self) -> None:
-        """Leave the swarm and end the daemon."""
-        if self._membership:
+        """Leave the swarm, if the trainer said so, and end the daemon."""
+        if self._membership and self.closed.is_set():
             await self._membership.leave()
         if self._daemon:
             await self._daemon.shutdown()
