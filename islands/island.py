@@ -1,6 +1,7 @@
 """One island, put together: mesh, model, optimizer, data."""
 
 import contextlib
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
@@ -19,6 +20,9 @@ from islands.parallelize import ParallelModel, parallelize
 from islands.process import Process
 from islands.train_step import TrainStep
 from islands.watchdog import Watchdog
+
+
+_DTYPE_LOCK = threading.RLock()
 
 
 def meta_model(config: IslandConfig) -> nn.Module:
@@ -109,10 +113,11 @@ def build_island(config: IslandConfig, process: Process, corpus: Corpus) -> Isla
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, torch makes floating-point tensors of ``dtype``."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    """Inside, torch makes floating-point tensors of ``dtype``; one thread at a time, as it holds for all of the process."""
+    with _DTYPE_LOCK:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
