@@ -43,7 +43,7 @@ class Faulty:
 
 
 def late() -> None:
-    time.sleep(4 * TIMEOUT)
+    time.sleep(2.5 * TIMEOUT)
 
 
 def killed() -> None:
