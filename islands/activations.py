@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from islands import plugins
 from islands.config import IslandConfig, ModelSection
 from islands.forward_backward import cross_entropy_sum
-from islands.initialize import parameter_dtype
+from islands.initialize import cast_parameters, parameter_dtype
 from islands.strategies.recompute import recompute_blocks
 
 
@@ -80,7 +80,8 @@ def _peak(
 
 def _one_device_model(section: ModelSection, seq_len: int, dtype: torch.dtype, recompute: str) -> nn.Module:
     """The model as a data-parallel rank computes with it; each gradient is dropped once it is there."""
-    model = plugins.load("islands.models", section.type).build(section, seq_len).to(dtype)
+    model = plugins.load("islands.models", section.type).build(section, seq_len)
+    cast_parameters(model, dtype)
     model.init_buffers(torch.device("cpu"), dtype)
     if recompute != "none":
         recompute_blocks(model, recompute)

@@ -36,6 +36,17 @@ def named_parameters(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     }
 
 
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``model`` with parameters of ``dtype``. Unlike ``model.to`` it works inside dispatch modes, and unlike torch's
+    default dtype it concerns no other thread."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            cast = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+            module.register_parameter(name, cast)
+    model.tie_weights()
+    return model
+
+
 @torch.no_grad()
 def initialize(parts: Iterable[nn.Module], device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """Give a rank's parts of a model, built on the meta device, their memory and weights.

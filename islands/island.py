@@ -11,7 +11,7 @@ from islands.config import IslandConfig
 from islands.config_file import ConfigError
 from islands.data.base import Batches, Corpus, Sampler, num_samples
 from islands.evaluation import Evaluation
-from islands.initialize import parameter_dtype
+from islands.initialize import cast_parameters, parameter_dtype
 from islands.mesh import Grid, IslandMesh, build_mesh, check_grid
 from islands.parallelize import ParallelModel, parallelize
 from islands.process import Process
@@ -23,7 +23,7 @@ def meta_model(config: IslandConfig) -> nn.Module:
     """The whole model without memory: for its names and shapes, and to be sharded before it is filled."""
     with torch.device("meta"):
         model = plugins.load("islands.models", config.model.type).build(config.model, config.data.seq_len)
-    return model.to(parameter_dtype(config))  # the default dtype belongs to all threads of a process: so leave it alone
+    return cast_parameters(model, parameter_dtype(config))
 
 
 def num_parameters(config: IslandConfig) -> int:
