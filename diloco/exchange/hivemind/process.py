@@ -1,6 +1,7 @@
 """The exchange process: started beside the trainer, in a session of its own, and never outliving it."""
 
 import asyncio
+import multiprocessing.util
 import os
 import sys
 import traceback
@@ -34,6 +35,7 @@ def main(pipe: Connection, start: ipc.Start) -> None:
 
 def _exit(code: int) -> NoReturn:
     """End at once: all is shut down by now, and the interpreter's own end takes seconds after importing hivemind."""
+    multiprocessing.util._run_finalizers(0)  # hivemind's semaphores, which the resource tracker would complain about
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
