@@ -1,6 +1,7 @@
 """Run a function on n ranks with a gloo group of its own, in processes that stay warm between tests."""
 
 import gc
+import math
 import multiprocessing
 import os
 import time
@@ -14,9 +15,8 @@ import torch.distributed as dist
 _PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "islands.run"]
 
 
-#: torch caches what it knows of a mesh, and with it the mesh's groups. Their threads wake often, so a worker that has kept
-#: so many is replaced.
-_MOST_THREADS = 60
+#: torch caches what it knows of a mesh, and with it the mesh's groups, whose threads wake often. A worker may have so many.
+_MOST_THREADS = 100
 
 
 class RankError(AssertionError):
@@ -31,6 +31,7 @@ class RankPool:
         self._context.set_forkserver_preload(_PRELOAD)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._jobs = 0
+        self._size = size
         self._workers = [self._start() for _ in range(size)]
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60.0) -> list[Any]:
@@ -40,24 +41,28 @@ class RankPool:
             What each rank returned, by rank.
 
         Raises:
-            RankError: a rank raised, died or took longer than ``timeout`` seconds; dead workers are replaced.
+            RankError: a rank raised, died or took longer than ``timeout`` seconds.
         """
         self._jobs += 1
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
             connection.send((function, arguments, rank, world_size, self._store.port, self._jobs, timeout))
         deadline = time.monotonic() + timeout
         answers = [self._answer(rank, deadline) for rank in range(world_size)]
-        errors = [f"rank {rank}: {value}" for rank, (ok, value) in enumerate(answers) if not ok]
+        if any(threads > _MOST_THREADS for _, _, threads in answers):
+            # All of them: a later job may find a group of an earlier one in torch's caches, which is then all there or not at all.
+            self.close()
+            self._workers = [self._start() for _ in range(self._size)]
+        errors = [f"rank {rank}: {value}" for rank, (ok, value, _) in enumerate(answers) if not ok]
         if errors:
             raise RankError("\n".join(errors))
-        return [value for _, value in answers]
+        return [value for _, value, _ in answers]
 
     def close(self) -> None:
         """End all workers."""
         for worker, connection in self._workers:
-            connection.close()
-            worker.join(5)
             worker.kill()
+            worker.join()
+            connection.close()
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
@@ -66,22 +71,15 @@ class RankPool:
         theirs.close()
         return worker, ours
 
-    def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
-        worker, connection = self._workers[rank]
+    def _answer(self, rank: int, deadline: float) -> tuple[bool, Any, float]:
+        """Whether it went well, the result, and the threads that the worker has left; no end of them if it is of no use."""
+        _, connection = self._workers[rank]
         try:
             if connection.poll(max(0.0, deadline - time.monotonic())):
-                ok, value, threads = connection.recv()
-                if threads <= _MOST_THREADS:
-                    return ok, value
-                answer = ok, value
-            else:
-                answer = (False, "no answer in time")
+                return connection.recv()
+            return False, "no answer in time", math.inf
         except EOFError:
-            answer = (False, "died")
-        worker.kill()
-        worker.join()
-        self._workers[rank] = self._start()
-        return answer
+            return False, "died", math.inf
 
 
 def _work(connection: Connection) -> None:

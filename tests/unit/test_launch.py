@@ -118,7 +118,7 @@ def test_islands_know_the_first_one_before_it_started(tmp_path, fake, capfd, mon
     printed = capfd.readouterr().out
     for island in range(3):
         assert f"island {island} | hello\n" in printed
-        assert f"island {island} | done 2/300 · loss 3.000" in printed
+        assert f"island {island} | done 2/200 · loss 3.000" in printed
         assert (run / f"island-{island}" / "log.txt").read_text() == "hello\n"
     assert json.loads((run / "summary.json").read_text())["tokens"] == 3 * 2 * 8
 
