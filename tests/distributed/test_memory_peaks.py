@@ -135,9 +135,9 @@ def predict(parallel: dict[str, Any], micro_batches: int = 3, precision: str = "
     ("strategy", "micro_batches", "precision"),
     [
         *((strategy, 3, "fp32") for strategy in STRATEGIES),
-        ("ddp", 1, "fp32"),
+        pytest.param("ddp", 1, "fp32", marks=pytest.mark.slow),
         ("zero1", 1, "fp32"),
-        ("zero1", 3, "bf16"),
+        pytest.param("zero1", 3, "bf16", marks=pytest.mark.slow),
         ("zero3", 3, "bf16"),
     ],
 )

@@ -228,7 +228,11 @@ CUT_PIPELINES: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("grid", CUT_PIPELINES)
+#: On 8 ranks; one of them is enough for every day.
+SLOW = ("zero3 x tp2 sequence zero bubble", "ddp x tp2")
+
+
+@pytest.mark.parametrize("grid", [pytest.param(grid, marks=[pytest.mark.slow] * (grid in SLOW)) for grid in CUT_PIPELINES])
 def test_a_pipeline_of_tensor_parallel_stages(ranks: RankPool, grid: str) -> None:
     world_size, parallel, tied = CUT_PIPELINES[grid]
     model = dict(num_layers=4, pad_vocab_to_multiple_of=2, tied_embeddings=tied)

@@ -116,7 +116,7 @@ def test_launch_trains_one_model_on_two_islands_of_two_ranks(run: Run) -> None:
 
 @pytest.mark.timeout(180)
 def test_an_island_that_is_killed_leaves_the_others_training_at_one_anchor(run: Run) -> None:
-    config, steps = run.config(islands=3, ranks=1, steps=400), 400
+    config, steps = run.config(islands=3, ranks=1, steps=250), 250
     first = run.start(config)
     peers = f"swarm.initial_peers=[{address_of(first)}]"
     others = [run.start(config, peers), run.start(config, peers)]
@@ -169,9 +169,9 @@ def test_islands_with_different_grids_train_one_model(run: Run) -> None:
 
 @pytest.mark.timeout(120)
 def test_control_c_leaves_no_process_within_ten_seconds(run: Run) -> None:
-    launched = run.start("launch", run.config(islands=2, ranks=2, steps=100_000))
+    launched = run.start("launch", run.config(islands=2, ranks=1, steps=100_000))
     eventually(lambda: len(run.rows(0, "round")) >= 1 and len(run.rows(1, "round")) >= 1)
-    assert len(run.living()) >= 8  # launcher, two torchruns, four ranks, exchange processes, daemons
+    assert len(run.living()) >= 9  # launcher, and for each island torchrun, rank, exchange process, daemon
     os.kill(launched.pid, signal.SIGINT)
     interrupted = time.monotonic()
     output, _ = launched.communicate(timeout=20)

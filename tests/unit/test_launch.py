@@ -41,6 +41,8 @@ seen = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE
 (folder / "pids.part").rename(folder / "pids.json")
 print("hello", flush=True)
 if what == "fail" and island == 1:
+    while not (folder.parent / "island-0" / "pids.json").exists():  # so that there is something to end
+        time.sleep(0.02)
     print("something broke", file=sys.stderr)
     sys.exit(7)
 if what in ("fail", "stubborn", "wait"):
