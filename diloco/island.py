@@ -19,7 +19,9 @@ from islands.run import open_metrics
 from islands.sharing import FirstRankSays
 from islands.train_loop import train
 
-_GRACE_SECONDS = 120.0  # on top of swarm.join_timeout: the exchange process starts, on a machine that may be busy
+_GRACE_SECONDS = 400.0  # on top of swarm.join_timeout: more than an exchange allows its own start on a busy machine
+
+_STAGING_SECONDS = 5e-7  # for each parameter: an exchange that has begun to stage a result ends that after its deadline too
 
 
 def run_island(config: RunConfig) -> None:
@@ -52,7 +54,7 @@ def run_island(config: RunConfig) -> None:
             coordinator,
             metrics,
             process,
-            config.exchange.round_deadline,
+            config.exchange.round_deadline + _STAGING_SECONDS * sum(fragment.numel for fragment in fragments),
         )
         outer_round.start()
         train(island, island.batches(seat.slot, config.swarm.max_slots), metrics, [outer_round])

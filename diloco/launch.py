@@ -153,7 +153,8 @@ def make_plan(config_file: Path, overrides: Sequence[str], islands: int | None =
     Raises:
         ConfigError: naming what can't work and what to do.
     """
-    from islands.mesh import check_grid  # imports torch, which `diloco --help` does not need
+    from islands.island import load_corpus  # imports torch, which `diloco --help` does not need
+    from islands.mesh import check_grid
 
     asked = [*overrides, *([] if islands is None else [f"swarm.islands={islands}"])]
     config = load_config(RunConfig, config_file, asked)
@@ -161,6 +162,7 @@ def make_plan(config_file: Path, overrides: Sequence[str], islands: int | None =
     gpus = _visible_gpus() if config.run.device != "cpu" else ()
     ranks = _ranks_of_an_island(config, len(gpus))
     check_grid(config, ranks)
+    load_corpus(config)
     needed = ranks * config.swarm.islands
     if len(gpus) < needed:
         if config.run.device == "cuda":

@@ -14,11 +14,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m islands",
         description="Train one island alone: a plain sharded trainer. Start it under torchrun for more than one rank.",
-        epilog="example: torchrun --standalone --nproc-per-node 2 -m islands configs/quickstart.yaml train.steps=50",
+        epilog="example: torchrun --standalone --nproc-per-node 2 -m islands configs/quickstart.yaml train.steps=50\n"
+        "exit code: 0 trained to the end; 2 the configuration can't be used; otherwise a rank failed and its message says why",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="YAML file; the sections outer, exchange and swarm are skipped")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, for example optimizer.lr=1e-3")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     try:
         run_alone(load_config(IslandConfig, arguments.config, arguments.overrides, ignore=OUTER_SECTIONS))
     except ConfigError as error:

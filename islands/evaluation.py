@@ -4,7 +4,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from islands.config_file import ConfigError
 from islands.data.base import num_samples, windows
 from islands.forward_backward import IGNORED, ForwardBackward
 
@@ -14,21 +13,12 @@ class Evaluation:
 
     Args:
         data_group: the ranks that share the work.
-
-    Raises:
-        ConfigError: the held-out text is too short for them.
     """
 
     def __init__(
         self, held_out: np.ndarray, seq_len: int, sequences: int, data_group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        available = num_samples(held_out, seq_len)
-        if available < sequences:
-            raise ConfigError(
-                f"train.eval_sequences: {sequences} sequences of data.seq_len={seq_len} are more than the {available} in the "
-                "held-out text; lower either, or raise data.held_out"
-            )
-        ranks = data_group.size()
+        available, ranks = num_samples(held_out, seq_len), data_group.size()
         rows = np.arange(-(-sequences // ranks) * ranks)  # padded: every rank runs equally many forward passes
         inputs, targets = windows(held_out, rows % sequences * (available // sequences), seq_len)
         targets[rows >= sequences] = IGNORED

@@ -70,7 +70,7 @@ class WholeModel:
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`ForwardBackward`."""
         total = torch.zeros((), dtype=torch.float64, device=inputs.device)
-        with torch.no_grad(), self._loss_context():
+        with torch.no_grad(), self._model.evaluating(), self._loss_context():
             for x, y in zip(inputs.split(self._micro_batch_size), targets.split(self._micro_batch_size), strict=True):
                 total += cross_entropy_sum(self._model.module(x), y)
         return total

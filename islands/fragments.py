@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from islands.initialize import named_parameters
+from islands.initialize import local_box, named_parameters
 
 #: Bytes that one rank moves before the next bucket begins: what bounds the copies held beside the model.
 BUCKET_BYTES = 64 << 20
@@ -89,7 +88,7 @@ class ParameterMover:
 
     def __init__(self, parts: list[nn.Module], fragments: list[Fragment]) -> None:
         self._parts, self._fragments, self._rank = parts, fragments, dist.get_rank()
-        mine = {name: _holding(name, parameter) for name, parameter in named_parameters(parts).items()}
+        mine = {name: _Region(name, *local_box(parameter)) for name, parameter in named_parameters(parts).items()}
         everyone: list[dict[str, _Region]] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         self._holders: dict[str, dict[_Region, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -182,13 +181,6 @@ class ParameterMover:
                 return region.of(flat[start : start + parameter.numel].view(parameter.shape))
             start += parameter.numel
         raise KeyError(region.parameter)
-
-
-def _holding(name: str, parameter: Tensor) -> _Region:
-    if not isinstance(parameter, DTensor):
-        return _Region(name, (0,) * parameter.dim(), tuple(parameter.shape))
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return _Region(name, tuple(offset), tuple(shape))
 
 
 def _pick(region: _Region, holders: list[int], owner: int) -> int:

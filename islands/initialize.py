@@ -5,7 +5,8 @@ from typing import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from islands.config import IslandConfig
 
@@ -48,21 +49,24 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @torch.no_grad()
-def initialize(parts: Iterable[nn.Module], device: torch.device, dtype: torch.dtype, seed: int) -> None:
+def initialize(
+    parts: Iterable[nn.Module], device: torch.device, dtype: torch.dtype, seed: int, offloaded: bool = False
+) -> None:
     """Give a rank's parts of a model, built on the meta device, their memory and weights.
 
     A rank draws one whole parameter at a time on the CPU and keeps its shard, so the whole model never exists on one rank, and
     no mesh, device or order of modules changes a bit.
     """
     for part in parts:
-        part.to_empty(device=device)
+        part.to_empty(device="cpu" if offloaded else device)
         part.tie_weights()  # to_empty gives every module a tensor of its own
         part.init_buffers(device, dtype)
         for name, parameter in named_parameters([part]).items():
             generator = torch.Generator().manual_seed(_seed_of(name, seed))
             whole = torch.empty(parameter.shape, dtype=torch.float32)
             part.init_parameter(name, generator, whole)
-            parameter.copy_(_like(whole.to(parameter.dtype), parameter))
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.copy_(local_part(whole, parameter))
 
 
 def _seed_of(name: str, seed: int) -> int:
@@ -70,8 +74,15 @@ def _seed_of(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4], "little")
 
 
-def _like(whole: Tensor, parameter: Tensor) -> Tensor:
+def local_box(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of what this rank holds of a parameter, in the whole one."""
     if not isinstance(parameter, DTensor):
-        return whole
-    whole = whole.to(parameter.device)
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return (0,) * parameter.dim(), tuple(parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(offset), tuple(shape)
+
+
+def local_part(whole: Tensor, parameter: Tensor) -> Tensor:
+    """The view of ``whole``, shaped like the whole ``parameter``, that this rank holds."""
+    offset, shape = local_box(parameter)
+    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape))]

@@ -43,6 +43,12 @@ def load_corpus(config: IslandConfig) -> Corpus:
             f"data.seq_len: {config.data.seq_len} is more than the {len(corpus.train)} tokens of the training text; "
             "give more text or a shorter sequence"
         )
+    held_out, sequences = num_samples(corpus.held_out, config.data.seq_len), config.train.eval_sequences
+    if held_out < sequences:
+        raise ConfigError(
+            f"train.eval_sequences: {sequences} sequences of data.seq_len={config.data.seq_len} are more than the {held_out} in "
+            "the held-out text; lower either, or raise data.held_out"
+        )
     if corpus.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: {config.model.vocab_size} is less than the {corpus.vocab_size} tokens that "

@@ -50,13 +50,18 @@ def check_grid(config: IslandConfig, world_size: int) -> Grid:
     data = parallel.data_parallel_size
     if data == 0:
         raise ConfigError("parallel.data_parallel_size: 0 is not a number of ranks; give 1 or more, or -1 for the rest")
+    cut = f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
+    if world_size % model_ranks:
+        raise ConfigError(
+            f"parallel: {cut} = {model_ranks} does not divide the {world_size} ranks of this island. Start "
+            f"{_nearest_multiples(world_size, model_ranks)} ranks, or use sizes whose product divides {world_size}"
+        )
     if data == -1:
         data = world_size // model_ranks
     if data * model_ranks != world_size:
         raise ConfigError(
-            f"parallel: data_parallel_size {data} x tensor_parallel_size {parallel.tensor_parallel_size} x "
-            f"pipeline_parallel_size {parallel.pipeline_parallel_size} = {data * model_ranks} ranks, but this island has "
-            f"{world_size}. {_nearest_grids(world_size, model_ranks)}"
+            f"parallel: data_parallel_size {data} x {cut} = {data * model_ranks} ranks, but this island has {world_size}. "
+            f"Set data_parallel_size to {world_size // model_ranks} (or -1: the rest), or start {data * model_ranks} ranks"
         )
     if train.global_batch_size % data:
         nearest = sorted({max(data, train.global_batch_size // data * data), (train.global_batch_size // data + 1) * data})
@@ -104,11 +109,9 @@ def _check_tensor_parallel(config: IslandConfig) -> None:
         )
 
 
-def _nearest_grids(world_size: int, model_ranks: int) -> str:
-    if world_size % model_ranks == 0:
-        return f"Set data_parallel_size to {world_size // model_ranks} (or -1: the rest)"
-    start = [size for size in (world_size // model_ranks * model_ranks, (world_size // model_ranks + 1) * model_ranks) if size]
-    return f"Start {' or '.join(map(str, start))} ranks, or use tensor and pipeline sizes whose product divides {world_size}"
+def _nearest_multiples(number: int, factor: int) -> str:
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else f"{factor}"
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def parallelize(model: nn.Module, grid: Grid, mesh: IslandMesh, process: Process
             for block in part.blocks.values():
                 block.compile()
     wrapped = [_data_parallel(part, grid, mesh, config) for part in parts]
-    initialize(parts, process.device, parameter_dtype(config), config.run.seed)
+    initialize(parts, process.device, parameter_dtype(config), config.run.seed, config.parallel.cpu_offload)
     loss_context = partial(tensor.loss_context, grid.tensor)
     if grid.pipeline > 1:
         pipelined = pipeline.Pipeline(wrapped, axis, config, grid, process.device, loss_context)

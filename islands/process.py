@@ -122,6 +122,7 @@ def _store(rank: int, timeout: float) -> dist.Store:
 def _die_with_parent() -> None:
     """When torchrun is killed its workers would live on as orphans; on Linux the kernel can end them."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1:
+        if os.getppid() != parent:  # it ended just before
             raise SystemExit("the process that started this rank is gone")

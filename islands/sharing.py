@@ -9,11 +9,15 @@ import torch.distributed as dist
 from islands.process import Process
 
 
+#: A rank may be this many values behind rank 0. Ranks meet at every launch, and no more rounds than that land between two.
+_KEPT = 1000
+
+
 class FirstRankSays:
     """Passes values from rank 0 to all ranks, however long rank 0 has to wait for them.
 
     Through the store and not by a collective: that would fail after ``run.timeout``, and the world outside may take longer. Called on
-    all ranks alike; between two calls the ranks must meet in some collective.
+    all ranks alike.
     """
 
     def __init__(self, process: Process, topic: str) -> None:
@@ -25,14 +29,15 @@ class FirstRankSays:
         Raises:
             RuntimeError: rank 0 said nothing within ``seconds``.
         """
-        process, before = self._process, f"{self._topic}/{self._count}"
+        process = self._process
         if process.world_size == 1:
             return value
         self._count += 1
         key = f"{self._topic}/{self._count}"
         if process.rank == 0:
             process.store.set(key, pickle.dumps(value))
-            process.store.delete_key(before)  # all have read it, for they have met since
+            if self._count > _KEPT:
+                process.store.delete_key(f"{self._topic}/{self._count - _KEPT}")
             return value
         try:
             process.store.wait([key], timedelta(seconds=seconds))

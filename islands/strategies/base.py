@@ -20,5 +20,9 @@ class DataParallel:
         """Around forward and backward of each micro-batch of a step: what may wait for the last one waits."""
         return contextlib.nullcontext()
 
+    def evaluating(self) -> ContextManager[None]:
+        """Around forwards without backward."""
+        return contextlib.nullcontext()
+
     def after_evaluation(self) -> None:
         """After forwards without backward: leave the parameters as training expects them."""

@@ -1,7 +1,7 @@
 """Every rank holds everything, and gradients are averaged."""
 
 import contextlib
-from typing import Iterator
+from typing import ContextManager, Iterator
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,10 @@ class Replicated(DataParallel):
         with self.module.no_sync() if waits else contextlib.nullcontext(), self._casting():
             yield
         self._recording = self._recording and not is_last
+
+    def evaluating(self) -> ContextManager[None]:
+        """See :class:`~islands.strategies.base.DataParallel`."""
+        return self._casting()
 
     def _casting(self) -> torch.autocast:
         return torch.autocast(self._device_type, dtype=self._autocast, enabled=self._autocast is not None)

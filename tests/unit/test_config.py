@@ -320,6 +320,10 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
          "rank; sizes that do: 1, 2, 4"),
         (dict(parallel=dict(data_parallel_size=2)), 3, "parallel: data_parallel_size 2 x tensor_parallel_size 1 x "
          "pipeline_parallel_size 1 = 2 ranks, but this island has 3. Set data_parallel_size to 3 (or -1: the rest)"),
+        (dict(parallel=dict(data_parallel_size=2, pipeline_parallel_size=2)), 2, "= 4 ranks, but this island has 2. Set "
+         "data_parallel_size to 1 (or -1: the rest), or start 4 ranks"),
+        (dict(parallel=dict(pipeline_parallel_size=4)), 2, "parallel: tensor_parallel_size 1 x pipeline_parallel_size 4 = 4 does "
+         "not divide the 2 ranks of this island. Start 4 ranks, or use sizes whose product divides 2"),
         (dict(parallel=dict(data_parallel_size=0)), 2, "parallel.data_parallel_size: 0 is not a number of ranks"),
         (dict(parallel=dict(tensor_parallel_size=4), model=dict(vocab_size=256)), 4, "parallel.tensor_parallel_size: 4 does not "
          "divide model.num_kv_heads=2; sizes that divide these and all else that is shared: 1, 2"),
@@ -371,4 +375,6 @@ def test_text_too_short_for_a_sequence_and_a_vocabulary_too_small(tmp_path: Path
     with pytest.raises(ConfigError, match="data.seq_len: 500 is more than the .* tokens of the training text"):
         load_corpus(small_config(data=dict(**text, seq_len=500)))
     with pytest.raises(ConfigError, match="model.vocab_size"):
-        load_corpus(small_config(data=dict(**text, seq_len=2), model=dict(vocab_size=100)))
+        load_corpus(small_config(data=dict(**text, seq_len=2), model=dict(vocab_size=100), train=dict(eval_sequences=1)))
+    with pytest.raises(ConfigError, match="train.eval_sequences: 4 sequences .* more than the 2 in the held-out text"):
+        load_corpus(small_config(data=dict(**text, seq_len=2)))

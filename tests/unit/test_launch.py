@@ -125,6 +125,13 @@ def test_islands_know_the_first_one_before_it_started(tmp_path, fake, capfd, mon
     assert json.loads((run / "summary.json").read_text())["tokens"] == 3 * 2 * 8
 
 
+def test_missing_text_is_refused_before_anything_is_made(tmp_path, capfd):
+    wanted = [f"run.dir={tmp_path / 'run'}", "data.type=text", "data.paths=[nowhere.txt]", *ON_CPU]
+    with pytest.raises(ConfigError, match="'nowhere.txt' matches no file"):
+        launch(QUICKSTART, wanted, command=lambda *_: pytest.fail("an island was started"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_failing_island_ends_all_and_gives_its_exit_code(tmp_path, fake, capfd):
     assert launch(QUICKSTART, [f"run.dir={tmp_path / 'run'}", *ON_CPU], command=fake("fail")) == 7
     told = capfd.readouterr().err

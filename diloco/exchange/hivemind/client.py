@@ -20,6 +20,7 @@ from diloco.outer_state import OuterState
 
 _START_SECONDS = 300.0  # imports on a busy machine, on top of swarm.join_timeout
 _GRACE_SECONDS = 15.0  # on top of exchange.round_deadline: one settling of votes and a busy machine
+_STAGED_PER_SECOND = 50e6  # bytes of state that even a slow machine steps and hashes; what is begun is not interrupted
 _CLOSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _STABLE_SECONDS = 60.0
@@ -91,6 +92,7 @@ class HivemindExchange:
         """See :class:`diloco.exchange.base.Exchange`."""
         with self._changed:
             limit = self._config.exchange.round_deadline + _GRACE_SECONDS
+            limit += sum(tensor.nbytes for tensor in self._state.fragments[fragment].agreed_tensors()) / _STAGED_PER_SECOND
             left = self._launched[fragment].time + limit - time.monotonic()
             if not self._changed.wait_for(lambda: fragment in self._outcomes, max(0.0, left)):
                 # It might still commit while the trainer believes that nothing changed, so it has to end first.
