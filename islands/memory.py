@@ -197,15 +197,18 @@ def in_words(num_bytes: float) -> str:
 
 def _table(config: IslandConfig, num_ranks: int, estimates: dict[str, Estimate | str]) -> Table:
     chosen = config.parallel.data_parallel_strategy
-    table = Table(title=f"Predicted bytes on the fullest of {num_ranks} ranks (chosen: {chosen})")
+    table = Table(
+        title=f"Predicted MiB on the fullest of {num_ranks} ranks (chosen: {chosen})", padding=0, pad_edge=False
+    )
     columns = ("parameters", "gradients", "optimizer", "activations", "buffers", "total", "host")
-    for column in ("strategy", *columns):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
+    table.add_column("strategy", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for strategy, found in estimates.items():
         if isinstance(found, str):
             table.add_row(strategy, "not usable", *[""] * (len(columns) - 1))
         else:
-            cells = (in_words(getattr(found, column)) for column in columns)
+            cells = (f"{getattr(found, column) / (1 << 20):,.1f}" for column in columns)
             table.add_row(strategy, *cells, style="bold" if strategy == chosen else None)
     return table
 

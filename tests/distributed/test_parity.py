@@ -1,6 +1,6 @@
 """Every grid equals one process on the same global batch."""
 
-from typing import Any
+from typing import Any, Collection, Iterable
 
 import pytest
 import torch
@@ -97,6 +97,11 @@ def test_every_grid_equals_one_process(ranks: RankPool, grid: str, micro_batch_s
     check_parity(ranks, world_size, parallel=parallel, train=dict(micro_batch_size=micro_batch_size))
 
 
+def with_slow(grids: Iterable[str], slow: Collection[str]) -> list[Any]:
+    """Parameters of a test, those in ``slow`` marked: they cost seconds and differ little from their neighbours."""
+    return [pytest.param(grid, marks=[pytest.mark.slow] * (grid in slow)) for grid in grids]
+
+
 #: With two tensor ranks.
 TENSOR_GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, dict()),
@@ -121,7 +126,7 @@ def check_tensor_parity(ranks: RankPool, grid: str, micro_batches: int = 1, padd
     check_parity(ranks, world_size, padded, **overrides)
 
 
-@pytest.mark.parametrize("grid", TENSOR_GRIDS)
+@pytest.mark.parametrize("grid", with_slow(TENSOR_GRIDS, slow=("zero3 x tp2 sequence", "zero2 x tp2", "ddp x tp2")))
 def test_every_tensor_grid_equals_one_process(ranks: RankPool, grid: str) -> None:
     check_tensor_parity(ranks, grid, micro_batches=2, padded=grid.startswith("zero1"))
 
@@ -132,7 +137,7 @@ def test_four_tensor_ranks_with_four_key_value_heads(ranks: RankPool, sequence_p
     check_parity(ranks, 4, parallel=parallel, model=dict(num_kv_heads=4, pad_vocab_to_multiple_of=4))
 
 
-@pytest.mark.parametrize("grid", ["tp2", "zero3 x tp2 sequence", "ddp x tp2"])
+@pytest.mark.parametrize("grid", with_slow(["tp2", "zero3 x tp2 sequence", "ddp x tp2"], slow=("ddp x tp2",)))
 def test_tied_embeddings_cut_by_vocabulary(ranks: RankPool, grid: str) -> None:
     check_tensor_parity(ranks, grid, model=dict(tied_embeddings=True))
 
@@ -228,11 +233,9 @@ CUT_PIPELINES: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
-#: On 8 ranks; one of them is enough for every day.
-SLOW = ("zero3 x tp2 sequence zero bubble", "ddp x tp2")
-
-
-@pytest.mark.parametrize("grid", [pytest.param(grid, marks=[pytest.mark.slow] * (grid in SLOW)) for grid in CUT_PIPELINES])
+@pytest.mark.parametrize(
+    "grid", with_slow(CUT_PIPELINES, slow=("tp2", "zero3 x tp2 sequence zero bubble", "ddp x tp2"))
+)
 def test_a_pipeline_of_tensor_parallel_stages(ranks: RankPool, grid: str) -> None:
     world_size, parallel, tied = CUT_PIPELINES[grid]
     model = dict(num_layers=4, pad_vocab_to_multiple_of=2, tied_embeddings=tied)
