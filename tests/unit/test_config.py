@@ -253,7 +253,7 @@ def test_values_that_do_not_go_together(tmp_path: Path, overrides: list[str], to
     ],
 )
 def test_the_nearest_values_that_do_go_together(tmp_path: Path, overrides: list[str]) -> None:
-    load(tmp_path, LEAST, *overrides)
+    assert isinstance(load(tmp_path, LEAST, *overrides), RunConfig)
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
