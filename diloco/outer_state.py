@@ -6,6 +6,9 @@ process dies, what was agreed is still there. torch only.
 """
 
 import hashlib
+import struct
+from dataclasses import dataclass
+from statistics import median
 from typing import Sequence
 
 import torch
@@ -17,6 +20,57 @@ from diloco.shared_memory import SharedMemory
 
 _ALIGN = 64
 _HASH_BYTES = 32
+_NEW_SHARE = 0.25  # of the last round's norm in what counts as typical
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a committed round counts of one member."""
+
+    slot: int
+    tokens: int
+    position: int
+    step: int
+    norm: float
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What the committed rounds of a fragment have counted; agreed on like the anchor.
+
+    Attributes:
+        positions: sequences of each slot, up to which its work counted.
+        tokens: of all members and rounds.
+        step: the furthest inner step of a member.
+        typical_norm: of a member's pseudo-gradient, averaged over the last rounds; 0 before the first.
+    """
+
+    positions: tuple[int, ...]
+    tokens: int = 0
+    step: int = 0
+    typical_norm: float = 0.0
+
+    def after(self, counted: Sequence[Counted]) -> "Ledger":
+        """The ledger after one more round. Plain arithmetic in a fixed order: the same bits on every machine."""
+        if not counted:
+            return self
+        positions = list(self.positions)
+        for one in counted:
+            positions[one.slot] = one.position
+        norm = median(one.norm for one in counted)
+        typical = norm if self.typical_norm == 0 else self.typical_norm + _NEW_SHARE * (norm - self.typical_norm)
+        tokens = self.tokens + sum(one.tokens for one in counted)
+        return Ledger(tuple(positions), tokens, max(self.step, *[one.step for one in counted]), typical)
+
+    def to_bytes(self) -> bytes:
+        """For hashing, and for sending."""
+        return struct.pack(f"<{len(self.positions)}qqqd", *self.positions, self.tokens, self.step, self.typical_norm)
+
+    @staticmethod
+    def from_bytes(raw: bytes) -> "Ledger":
+        """The inverse of :meth:`to_bytes`. Raises struct.error where the size is wrong."""
+        *positions, tokens, step, norm = struct.unpack(f"<{len(raw) // 8 - 3}qqqd", raw)
+        return Ledger(tuple(positions), tokens, step, norm)
 
 
 class FragmentState:
@@ -27,13 +81,16 @@ class FragmentState:
             pseudo-gradient in place.
     """
 
-    def __init__(self, index: int, numel: int, dtype: torch.dtype, optimizer: OuterOptimizer, memory: "_Arena") -> None:
+    def __init__(
+        self, index: int, numel: int, dtype: torch.dtype, optimizer: OuterOptimizer, max_slots: int, memory: "_Arena"
+    ) -> None:
         self.index, self.numel, self.dtype, self._optimizer = index, numel, dtype, optimizer
         self._staged = False  # known to the process that stages
         self._active = memory.take(1, torch.int64)
         self._heights = memory.take(2, torch.int64)
         self._digests = [memory.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
         self._lineages = [memory.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
+        self._ledgers = [memory.take(len(Ledger((0,) * max_slots).to_bytes()), torch.uint8) for _ in range(2)]
         self.local = memory.take(numel, dtype)
         self._anchors = [memory.take(numel, dtype) for _ in range(2)]
         self._states = [{name: memory.take(numel, dtype) for name in optimizer.state_names} for _ in range(2)]
@@ -72,17 +129,29 @@ class FragmentState:
         """Hash (hex) over the chain of committed rounds that led here."""
         return bytes(self._lineages[self._now].tolist()).hex()
 
+    @property
+    def ledger(self) -> Ledger:
+        """What the committed rounds have counted."""
+        return Ledger.from_bytes(bytes(self._ledgers[self._now].tolist()))
+
     def initialize(self) -> None:
-        """Make what was written into :attr:`anchor` the start of the lineage: height 0, state zero."""
-        for tensor in self.optimizer_state.values():
+        """Make what was written into :attr:`anchor` the start of the lineage: height 0, state and ledger zero."""
+        for tensor in (*self.optimizer_state.values(), self._ledgers[self._now]):
             tensor.zero_()
         self._seal(self._now, height=0, parent=b"")
 
-    def stage(self, mean: Tensor) -> str:
+    def is_intact(self) -> bool:
+        """Whether the agreed state still has its digest: memory that went bad is told from a wrong result by it."""
+        return self._hash(self._now).hexdigest() == self.digest
+
+    def stage(self, mean: Tensor, counted: Sequence[Counted] = ()) -> str:
         """Apply the outer optimizer to the mean pseudo-gradient, beside the agreed state.
 
+        Args:
+            counted: what the mean is made of, in its order.
+
         Returns:
-            The SHA-256 (hex) of the staged anchor and state, which members compare before they commit.
+            The SHA-256 (hex) of the staged anchor, optimizer state and ledger, which members compare before they commit.
         """
         now, then = self._now, 1 - self._now
         for start in range(0, self.numel, BLOCK):
@@ -95,6 +164,7 @@ class FragmentState:
                 self._anchors[then][piece],
                 {name: tensor[piece] for name, tensor in self._states[then].items()},
             )
+        self._ledgers[then].copy_(_to_tensor(self.ledger.after(counted).to_bytes()))
         return self._seal(then, height=self.height + 1, parent=bytes.fromhex(self.lineage))
 
     def staged_tensors(self) -> list[Tensor]:
@@ -105,8 +175,9 @@ class FragmentState:
         """What is sent to a member that needs the state, in the order of :meth:`staged_tensors`."""
         return self._tensors(self._now)
 
-    def seal_received(self, height: int, lineage: str) -> str:
+    def seal_received(self, height: int, lineage: str, ledger: Ledger) -> str:
         """Finish a state written into :meth:`staged_tensors`; returns its SHA-256 (hex) for the caller to check."""
+        self._ledgers[1 - self._now].copy_(_to_tensor(ledger.to_bytes()))
         digest = self._seal(1 - self._now, height, parent=b"")
         self._lineages[1 - self._now].copy_(_to_tensor(bytes.fromhex(lineage)))
         return digest
@@ -126,18 +197,26 @@ class FragmentState:
         return [self._anchors[copy], *self._states[copy].values()]
 
     def _seal(self, copy: int, height: int, parent: bytes) -> str:
-        digest = hashlib.sha256()
-        for tensor in self._tensors(copy):
-            digest.update(memoryview(tensor.view(torch.uint8).numpy()))
+        digest = self._hash(copy)
         self._digests[copy].copy_(_to_tensor(digest.digest()))
         self._lineages[copy].copy_(_to_tensor(hashlib.sha256(parent + digest.digest()).digest()))
         self._heights[copy] = height
         self._staged = copy != self._now
         return digest.hexdigest()
 
+    def _hash(self, copy: int) -> "hashlib._Hash":
+        digest = hashlib.sha256()
+        for tensor in (*self._tensors(copy), self._ledgers[copy]):
+            digest.update(memoryview(tensor.view(torch.uint8).numpy()))
+        return digest
+
 
 class OuterState:
     """The outer state of a whole island, fragment by fragment.
+
+    Attributes:
+        called: for each fragment whether others wait for this island to launch; written by the exchange.
+        step, tokens_per_second: how far this island is; written by the trainer.
 
     Pickled while a process is spawned, it arrives there as a view of the same memory.
     """
@@ -147,16 +226,24 @@ class OuterState:
         sizes: Sequence[int],
         optimizer: OuterOptimizer,
         dtype: torch.dtype = torch.float32,
+        max_slots: int = 8,
         memory: SharedMemory | None = None,
     ) -> None:
-        self._arguments = (tuple(sizes), optimizer, dtype)
+        self._arguments = (tuple(sizes), optimizer, dtype, max_slots)
         if memory is None:
             measure = _Arena(None)
-            for index, numel in enumerate(sizes):
-                FragmentState(index, numel, dtype, optimizer, measure)
+            self._lay_out(measure)
             memory = SharedMemory(measure.used)
-        self._memory, arena = memory, _Arena(memory)
-        self.fragments = [FragmentState(index, numel, dtype, optimizer, arena) for index, numel in enumerate(sizes)]
+        self._memory = memory
+        self._lay_out(_Arena(memory))
+
+    def _lay_out(self, arena: "_Arena") -> None:
+        sizes, optimizer, dtype, max_slots = self._arguments
+        self.called = arena.take(len(sizes), torch.uint8)
+        self.step, self.tokens_per_second = arena.take(1, torch.int64), arena.take(1, torch.float64)
+        self.fragments = [
+            FragmentState(index, numel, dtype, optimizer, max_slots, arena) for index, numel in enumerate(sizes)
+        ]
 
     def __reduce__(self) -> tuple:
         return OuterState, (*self._arguments, self._memory)

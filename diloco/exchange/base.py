@@ -12,10 +12,35 @@ class Seat:
     Attributes:
         slot: fixes which samples this island trains on.
         address: what other islands give as ``swarm.initial_peers`` to join; empty where nothing listens.
+        epoch: how many islands had the slot before; fixes, with the slot, whose work a share counts.
+        position: sequences of the slot that are done, by this island or by those that had the slot before.
+        step: inner steps that the swarm has done: where the learning rate goes on.
+        tokens: what all committed rounds have counted.
+        late: the run was in progress: the outer state is the swarm's, and the parameters have to become its anchor.
     """
 
     slot: int
     address: str = ""
+    epoch: int = 0
+    position: int = 0
+    step: int = 0
+    tokens: int = 0
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an island has done since its work last counted: sequences ``start`` up to ``position`` of its slot.
+
+    Attributes:
+        tokens: that it trained on meanwhile; more than the sequences hold is possible where work was carried over.
+        step: the inner step that it has reached.
+    """
+
+    tokens: int
+    start: int
+    position: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -23,15 +48,22 @@ class RoundOutcome:
     """How one round ended for this island.
 
     Attributes:
-        kind: ``committed``: the agreed state was swapped, and holds exactly the named members' contributions.
-            ``skipped``: nothing changed. ``left_out``: the others committed without this island, and their state was taken
-            over and swapped in.
+        kind: ``committed``: the agreed state was swapped, and holds exactly the named members' contributions, this
+            island's too. ``skipped``: nothing changed. ``left_out``: the others committed without this island, and their
+            state was taken over and swapped in.
         height: rounds of this fragment committed so far, this one included.
-        members: slots that took part, in the order in which they were added up; ``weights`` beside them (tokens).
+        members: slots that took part, in the order in which they were added up; ``weights`` beside them (tokens, capped).
         reason: why it was skipped or left out; empty when committed.
         digest: SHA-256 (hex) of the agreed anchor and outer-optimizer state after the round.
         pseudo_gradient_norm: L2 norm of this island's own contribution.
         cosine: between this island's contribution and the mean.
+        position: sequences of this island's slot that committed rounds have counted, as the agreed state says.
+        step: the inner step that the swarm had reached.
+        tokens: what all committed rounds have counted.
+        waiting_seconds: until all were there that the round names.
+        transfer_seconds: from there to the outcome.
+        recovering_seconds: in which state was taken over from another island.
+        seat: a new one, where this island lost the one that it had; its work until now can't count any more.
     """
 
     kind: Literal["committed", "skipped", "left_out"]
@@ -46,6 +78,13 @@ class RoundOutcome:
     exchange_seconds: float = 0.0
     pseudo_gradient_norm: float = 0.0
     cosine: float = 0.0
+    position: int = 0
+    step: int = 0
+    tokens: int = 0
+    waiting_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    recovering_seconds: float = 0.0
+    seat: Seat | None = None
 
     @property
     def finite(self) -> bool:
@@ -73,14 +112,23 @@ class Exchange(Protocol):
     """
 
     def join(self) -> Seat:
-        """Wait until all islands of ``swarm.islands`` are there.
+        """Wait until all islands of ``swarm.islands`` are there, or, where the run is in progress, for a place in it.
 
         Raises:
             JoinError: refused, or not all of them came in time.
         """
 
-    def launch(self, fragment: int, weight: float) -> None:
-        """Offer this island's parameters to the next round of ``fragment``, weighted by ``weight`` (tokens). Returns at once."""
+    def started(self) -> None:
+        """The trainer's first anchor is in the outer state (or the swarm's in the trainer): others may rely on it."""
+
+    def progress(self, step: int, tokens_per_second: float) -> None:
+        """Tell how far this island is; others see it."""
+
+    def called(self, fragment: int) -> bool:
+        """Whether another island waits for this one to launch its next round of ``fragment``."""
+
+    def launch(self, fragment: int, work: Work) -> None:
+        """Offer this island's parameters to the next round of ``fragment``, weighted by ``work.tokens``. Returns at once."""
 
     def outcome(self, fragment: int) -> RoundOutcome:
         """Wait for the launched round to end; an exchange that can't finish it in time says ``skipped``."""

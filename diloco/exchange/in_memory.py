@@ -8,8 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 from diloco.config import ExchangeSection, RunConfig
-from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat
-from diloco.outer_state import FragmentState, OuterState
+from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat, Work
+from diloco.outer_state import Counted, FragmentState, OuterState
 from diloco.pseudo_gradient import Health, cosine, pseudo_gradient
 from diloco.reduction import Codec, chunk_slice, num_chunks, reduce_chunk
 from islands import plugins
@@ -27,12 +27,11 @@ class Config(ExchangeSection):
 class _Round:
     """One attempt at a round: what islands answer; once it is decided, the mean or the reason why there is none."""
 
-    offers: dict[int, tuple[list[Tensor], float]] = field(default_factory=dict)
+    offers: dict[int, tuple[list[Tensor], Counted]] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)
     withdrawn: set[int] = field(default_factory=set)
     decided: bool = False
-    members: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
+    counted: tuple[Counted, ...] = ()
     mean: list[Tensor] = field(default_factory=list)
     reason: str = ""
 
@@ -63,6 +62,11 @@ class Hub:
             self._open[fragment, height] = _Round()
         return self._open[fragment, height]
 
+    def is_open(self, fragment: int, height: int) -> bool:
+        """Whether an island waits in that round. Called with the condition held."""
+        meeting = self._open.get((fragment, height), _DECIDED)
+        return not meeting.decided and bool(meeting.offers)
+
 
 _DECIDED = _Round(decided=True)
 
@@ -90,7 +94,18 @@ class InMemoryExchange:
         """See :class:`diloco.exchange.base.Exchange`."""
         return Seat(self._slot)
 
-    def launch(self, fragment: int, weight: float) -> None:
+    def started(self) -> None:
+        """See :class:`diloco.exchange.base.Exchange`."""
+
+    def progress(self, step: int, tokens_per_second: float) -> None:
+        """See :class:`diloco.exchange.base.Exchange`."""
+
+    def called(self, fragment: int) -> bool:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        with self._hub.condition:
+            return self._hub.is_open(fragment, self._state.fragments[fragment].height)
+
+    def launch(self, fragment: int, work: Work) -> None:
         """See :class:`diloco.exchange.base.Exchange`. Says at once if there is nothing finite to offer."""
         started, state = time.monotonic(), self._state.fragments[fragment]
         health = pseudo_gradient(state.anchor, state.local, out=state.local)
@@ -99,7 +114,8 @@ class InMemoryExchange:
             meeting = self._hub.open_round(fragment, state.height)
             self._launched[fragment] = _Launched(meeting, health, started)
             if health.finite:
-                meeting.offers[self._slot] = encoded, weight
+                counted = Counted(self._slot, work.tokens, work.position, work.step, health.norm)
+                meeting.offers[self._slot] = encoded, counted
             else:
                 meeting.passed.add(self._slot)
             self._hub.condition.notify_all()
@@ -113,19 +129,23 @@ class InMemoryExchange:
         if not reason:
             mean = self._decode(meeting.mean, state)
             similarity = cosine(state.local, mean) if health.finite else 0.0
-            digest = state.stage(mean)
+            digest = state.stage(mean, meeting.counted)
             state.commit()
+        ledger = state.ledger
         return RoundOutcome(
             "skipped" if reason else "committed" if health.finite else "left_out",
             fragment,
             state.height,
-            () if reason else meeting.members,
-            () if reason else meeting.weights,
+            () if reason else tuple(one.slot for one in meeting.counted),
+            () if reason else tuple(float(one.tokens) for one in meeting.counted),
             reason=reason if reason or health.finite else _NOT_FINITE,
             digest=digest,
             exchange_seconds=time.monotonic() - launched.started,
             pseudo_gradient_norm=health.norm,
             cosine=similarity,
+            position=ledger.positions[self._slot],
+            step=ledger.step,
+            tokens=ledger.tokens,
         )
 
     def events(self) -> list[ExchangeEvent]:
@@ -162,8 +182,8 @@ class InMemoryExchange:
             meeting.reason = f"only islands {members} offered something; exchange.min_islands={self._min_islands}"
         else:
             encoded = [meeting.offers[slot][0] for slot in members]
-            weights = [meeting.offers[slot][1] for slot in members]
-            meeting.members, meeting.weights = tuple(members), tuple(weights)
+            meeting.counted = tuple(meeting.offers[slot][1] for slot in members)
+            weights = [float(one.tokens) for one in meeting.counted]
             meeting.mean = [
                 reduce_chunk(self._codec, chunk, weights, piece.stop - piece.start, state.dtype)
                 for piece, chunk in zip(_chunks(state.numel), zip(*encoded, strict=True), strict=True)

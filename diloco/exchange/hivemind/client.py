@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from diloco.config import RunConfig
-from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat
+from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat, Work
 from diloco.exchange.hivemind import ipc, process
 from diloco.exchange.hivemind.lifetime import describe_exit
 from diloco.outer_state import OuterState
@@ -70,15 +70,31 @@ class HivemindExchange:
         self.close()
         raise JoinError(reason)
 
-    def launch(self, fragment: int, weight: float) -> None:
+    def started(self) -> None:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        with self._changed:
+            self._start = replace(self._start, started=True)
+            if self._pipe:
+                self._send(ipc.Started())
+
+    def progress(self, step: int, tokens_per_second: float) -> None:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        self._state.step.fill_(step)
+        self._state.tokens_per_second.fill_(tokens_per_second)
+
+    def called(self, fragment: int) -> bool:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        return bool(self._state.called[fragment])
+
+    def launch(self, fragment: int, work: Work) -> None:
         """See :class:`diloco.exchange.base.Exchange`.
 
         Raises:
-            ValueError: the weight is not positive.
+            ValueError: there is nothing to count.
             RuntimeError: a round of this fragment is in flight.
         """
-        if not weight > 0:
-            raise ValueError(f"a round needs a positive weight (tokens since the last), got {weight}")
+        if work.tokens <= 0:
+            raise ValueError(f"a round needs a positive weight (tokens since the last), got {work.tokens}")
         with self._changed:
             if fragment in self._launched:
                 raise RuntimeError(f"a round of fragment {fragment} is in flight; take its outcome first")
@@ -86,7 +102,7 @@ class HivemindExchange:
             if self._pipe is None:
                 self._outcomes[fragment] = self._skipped(fragment, "the exchange process is being started again")
             else:
-                self._send(ipc.Launch(fragment, weight))
+                self._send(ipc.Launch(fragment, work))
 
     def outcome(self, fragment: int) -> RoundOutcome:
         """See :class:`diloco.exchange.base.Exchange`."""

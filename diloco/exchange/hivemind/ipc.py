@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.exchange.base import ExchangeEvent, RoundOutcome, Seat
+from diloco.exchange.base import ExchangeEvent, RoundOutcome, Seat, Work
 from diloco.outer_state import OuterState
 
 
@@ -24,6 +24,7 @@ class Start:
         settings: the resolved configuration, as plain values.
         rejoin: the member list that an earlier process of this island had; empty at the first start.
         listen: host:port; a process that is started again keeps the port of the first.
+        started: the outer state is what the trainer trains on.
     """
 
     settings: dict[str, Any]
@@ -33,6 +34,7 @@ class Start:
     listen: str
     parent_pid: int
     rejoin: tuple[Place, ...] = ()
+    started: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,12 @@ class Launch:
     """Trainer to exchange: take ``fragment``'s local parameters into a round."""
 
     fragment: int
-    weight: float
+    work: Work
+
+
+@dataclass(frozen=True)
+class Started:
+    """Trainer to exchange: the outer state is what it trains on, from now on others may rely on it."""
 
 
 @dataclass(frozen=True)
@@ -92,5 +99,5 @@ class Ended:
     outcome: RoundOutcome
 
 
-FromTrainer = Launch | Close
+FromTrainer = Launch | Started | Close
 FromExchange = Listening | Joined | Refused | Crashed | Committing | Ended | ExchangeEvent
