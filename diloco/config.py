@@ -37,6 +37,9 @@ class ExchangeSection(PluginSection):
     peer_timeout: float = Field(30.0, gt=0, description="seconds without a sign of life until an island counts as gone")
     round_deadline: float = Field(300.0, gt=0, description="seconds that one round may take in all")
     min_islands: int = Field(1, ge=1, description="fewer members than this never commit a round")
+    max_weight_ratio: float = Field(
+        10.0, ge=1, description="no island weighs more than this many times the median of the members' tokens"
+    )
 
     @model_validator(mode="after")
     def _deadline_is_longer(self) -> "ExchangeSection":
@@ -52,7 +55,7 @@ class SwarmSection(Section):
     """Who takes part and where they meet."""
 
     islands: int = Field(1, ge=1, description="islands that must be there before training starts")
-    max_slots: int = Field(8, ge=1, description="most islands that may ever take part at once; fixes the data order")
+    max_slots: int = Field(8, ge=1, le=64, description="most islands that may ever take part at once; fixes the data order")
     slot: int = Field(-1, ge=-1, description="this island's place, 0 to max_slots-1; -1: given by the first island")
     initial_peers: list[str] = Field([], description="addresses of islands to join through; empty: this is the first island")
     listen: str = Field("127.0.0.1:0", description="host:port that other islands connect to; port 0: any free one")

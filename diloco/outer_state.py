@@ -73,6 +73,15 @@ class Ledger:
         return Ledger(tuple(positions), tokens, step, norm)
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A state that is written and not yet agreed."""
+
+    height: int
+    digest: str
+    ledger: Ledger
+
+
 class FragmentState:
     """One fragment's share of the outer state. Every tensor is flat, of ``numel`` elements.
 
@@ -130,6 +139,16 @@ class FragmentState:
         return bytes(self._lineages[self._now].tolist()).hex()
 
     @property
+    def staged(self) -> "Staged":
+        """What a commit would make the agreed state."""
+        then = 1 - self._now
+        return Staged(
+            int(self._heights[then]),
+            bytes(self._digests[then].tolist()).hex(),
+            Ledger.from_bytes(bytes(self._ledgers[then].tolist())),
+        )
+
+    @property
     def ledger(self) -> Ledger:
         """What the committed rounds have counted."""
         return Ledger.from_bytes(bytes(self._ledgers[self._now].tolist()))
@@ -170,6 +189,11 @@ class FragmentState:
     def staged_tensors(self) -> list[Tensor]:
         """Where a state received from another member is written: anchor first, then the optimizer's state in order."""
         return self._tensors(1 - self._now)
+
+    @property
+    def staged_bytes(self) -> list[Tensor]:
+        """:meth:`staged_tensors` as they are on the wire: flat uint8."""
+        return [tensor.view(torch.uint8) for tensor in self.staged_tensors()]
 
     def agreed_tensors(self) -> list[Tensor]:
         """What is sent to a member that needs the state, in the order of :meth:`staged_tensors`."""
@@ -217,6 +241,7 @@ class OuterState:
     Attributes:
         called: for each fragment whether others wait for this island to launch; written by the exchange.
         step, tokens_per_second: how far this island is; written by the trainer.
+        beat: grows as long as the trainer's process is not stopped.
 
     Pickled while a process is spawned, it arrives there as a view of the same memory.
     """
@@ -241,6 +266,7 @@ class OuterState:
         sizes, optimizer, dtype, max_slots = self._arguments
         self.called = arena.take(len(sizes), torch.uint8)
         self.step, self.tokens_per_second = arena.take(1, torch.int64), arena.take(1, torch.float64)
+        self.beat = arena.take(1, torch.int64)
         self.fragments = [
             FragmentState(index, numel, dtype, optimizer, max_slots, arena) for index, numel in enumerate(sizes)
         ]

@@ -29,7 +29,9 @@ def pseudo_gradient(anchor: Tensor, local: Tensor, out: Tensor) -> Health:
         torch.sub(anchor[piece], local[piece], out=out[piece])
         wide = out[piece].double()
         total += float(wide @ wide)
-    return Health(norm=total**0.5, finite=total < float("inf"))  # a NaN or an infinity makes the sum so
+    # Rounded, because it becomes part of what is agreed on, and another number of threads sums in another order.
+    norm = float(f"{total**0.5:.9g}")
+    return Health(norm, finite=total < float("inf"))  # a NaN or an infinity makes the sum so
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

@@ -12,6 +12,8 @@ from torch import Tensor
 #: Elements in a chunk: 1 MiB in fp32, large enough that a message per chunk costs nothing on the wire.
 CHUNK = 1 << 18
 
+_BOUNDLESS = 1e300
+
 
 class Codec(Protocol):
     """How a flat tensor becomes bytes. Deterministic: equal input gives equal bytes on every machine."""
@@ -61,8 +63,49 @@ def weighted_mean(contributions: Sequence[Tensor], weights: Sequence[float]) -> 
     return mean
 
 
+class Seen:
+    """What a reducer saw of each contribution, summed over its chunks in fp64: squares, and products with the mean."""
+
+    def __init__(self, num_members: int) -> None:
+        self.squares, self.alongs, self.mean_square = [0.0] * num_members, [0.0] * num_members, 0.0
+
+    def add(self, contributions: Sequence[Tensor], mean: Tensor) -> None:
+        """Take in one chunk."""
+        wide_mean = mean.double()
+        self.mean_square += _bounded(wide_mean @ wide_mean)
+        for index, values in enumerate(contributions):
+            wide = values.double()
+            self.squares[index] = _bounded(self.squares[index] + float(wide @ wide))
+            self.alongs[index] = _bounded(self.alongs[index] + float(wide @ wide_mean))
+
+
 def reduce_chunk(
-    codec: Codec, encoded: Sequence[Tensor], weights: Sequence[float], numel: int, dtype: torch.dtype
+    codec: Codec,
+    encoded: Sequence[Tensor],
+    weights: Sequence[float],
+    numel: int,
+    dtype: torch.dtype,
+    seen: Seen | None = None,
 ) -> Tensor:
-    """The encoded mean of one chunk. What it decodes to is what every member applies, the one who reduced it too."""
-    return codec.encode(weighted_mean([codec.decode(values, numel, dtype) for values in encoded], weights))
+    """The encoded mean of one chunk. What it decodes to is what every member applies, the one who reduced it too.
+
+    Args:
+        seen: told what went into it. A contribution that is not finite counts as zero and is seen as boundless, so that it is
+            found out by all in the same way.
+    """
+    contributions = [codec.decode(values, numel, dtype) for values in encoded]
+    if seen is None:
+        return codec.encode(weighted_mean(contributions, weights))
+    sound = [values if bool(torch.isfinite(values).all()) else torch.zeros_like(values) for values in contributions]
+    mean = weighted_mean(sound, weights)
+    seen.add(sound, mean)
+    for index, values in enumerate(contributions):
+        if values is not sound[index]:
+            seen.squares[index] = _BOUNDLESS
+    return codec.encode(mean)
+
+
+def _bounded(value: Tensor | float) -> float:
+    """A finite number, whatever it was: it goes into a message."""
+    value = float(value)
+    return min(max(value, -_BOUNDLESS), _BOUNDLESS) if value == value else _BOUNDLESS

@@ -57,6 +57,8 @@ class RoundOutcome:
         digest: SHA-256 (hex) of the agreed anchor and outer-optimizer state after the round.
         pseudo_gradient_norm: L2 norm of this island's own contribution.
         cosine: between this island's contribution and the mean.
+        rejected: left out for what it contributed, or because its own state was damaged: its parameters are not to be
+            built upon.
         position: sequences of this island's slot that committed rounds have counted, as the agreed state says.
         step: the inner step that the swarm had reached.
         tokens: what all committed rounds have counted.
@@ -78,6 +80,7 @@ class RoundOutcome:
     exchange_seconds: float = 0.0
     pseudo_gradient_norm: float = 0.0
     cosine: float = 0.0
+    rejected: bool = False
     position: int = 0
     step: int = 0
     tokens: int = 0

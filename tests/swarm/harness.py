@@ -22,6 +22,7 @@ from torch import Tensor
 
 from diloco.config import RunConfig
 from diloco.exchange import hivemind
+from diloco.exchange.base import Work
 from diloco.exchange.hivemind import process
 from diloco.outer_state import OuterState
 from islands import plugins
@@ -62,7 +63,7 @@ class Trainer:
 
     def __init__(self, raw: dict[str, Any], sizes: list[int], faults: str) -> None:
         config = parse_config(RunConfig, raw)
-        self._state = OuterState(sizes, plugins.build("diloco.outer_optimizers", config.outer.optimizer))
+        self._state = OuterState(sizes, plugins.build("diloco.outer_optimizers", config.outer.optimizer), max_slots=4)
         for index, fragment in enumerate(self._state.fragments):
             fragment.anchor.copy_(first_anchor(index, fragment.numel))
             fragment.initialize()
@@ -72,19 +73,32 @@ class Trainer:
 
     def join(self) -> Any:
         """The seat."""
-        return self._exchange.join()
+        seat = self._exchange.join()
+        self._done = {fragment: seat.position for fragment in range(len(self._state.fragments))}
+        self._offered = dict(self._done)
+        self._exchange.started()
+        return seat
 
-    def launch(self, fragment: int, weight: float, seed: int, poison: bool = False) -> None:
+    def launch(self, fragment: int, weight: float, seed: int, poison: bool = False, scale: float = 1.0) -> None:
         """Drift from the anchor and offer that to the next round."""
         state = self._state.fragments[fragment]
-        state.local.copy_(state.anchor - drift(fragment, state.numel, seed))
+        state.local.copy_(state.anchor - scale * drift(fragment, state.numel, seed))
         if poison:
             state.local[state.numel // 2] = float("nan")
-        self._exchange.launch(fragment, weight)
+        start = self._done[fragment]
+        self._offered[fragment] += 10
+        self._exchange.launch(fragment, Work(int(weight), start, self._offered[fragment], state.height + 1))
 
     def outcome(self, fragment: int) -> Any:
         """How the round ended."""
-        return self._exchange.outcome(fragment)
+        outcome = self._exchange.outcome(fragment)
+        if outcome.kind == "committed":
+            self._done[fragment] = self._offered[fragment]
+        return outcome
+
+    def damage(self, fragment: int) -> None:
+        """Flip a bit of the agreed anchor, as bad memory does."""
+        self._state.fragments[fragment].anchor.view(torch.uint8)[2] ^= 1
 
     def events(self) -> Any:
         """What happened since the last call."""

@@ -26,7 +26,7 @@ from harness import (
 )
 
 from diloco.config import RunConfig
-from diloco.exchange.base import JoinError
+from diloco.exchange.base import JoinError, Work
 from diloco.exchange.hivemind import messages
 from diloco.exchange.in_memory import Hub, InMemoryExchange
 from diloco.launch import make_identity
@@ -159,7 +159,7 @@ def in_memory(fragment: int) -> tuple[torch.Tensor, torch.Tensor, str]:
     optimizer, codec = plugins.build("diloco.outer_optimizers", config.outer.optimizer), plugins.build(
         "diloco.codecs", config.outer.codec
     )
-    hub, states = Hub(3), [OuterState(SIZES, optimizer) for _ in range(3)]
+    hub, states = Hub(3), [OuterState(SIZES, optimizer, max_slots=4) for _ in range(3)]
 
     def island(slot: int) -> None:
         exchange, state = InMemoryExchange(hub, slot, states[slot], codec, 60.0), states[slot].fragments[fragment]
@@ -167,7 +167,8 @@ def in_memory(fragment: int) -> tuple[torch.Tensor, torch.Tensor, str]:
         state.initialize()
         for number in range(3):
             state.local.copy_(state.anchor - drift(fragment, state.numel, 100 * number + slot))
-            exchange.launch(fragment, WEIGHTS[slot])
+            work = Work(int(WEIGHTS[slot]), 10 * number, 10 * number + 10, state.height + 1)
+            exchange.launch(fragment, work)
             assert exchange.outcome(fragment).kind == "committed"
 
     threads = [threading.Thread(target=island, args=(slot,)) for slot in range(3)]

@@ -6,9 +6,9 @@ those who are left can tell from the votes that they hold between them whether i
 """
 
 import asyncio
-from typing import Coroutine, Iterable, TypeVar
+from typing import Callable, Coroutine, Iterable, Mapping, Sequence, TypeVar
 
-from diloco.exchange.hivemind.messages import Ballot, Proposal, Share
+from diloco.exchange.hivemind.messages import Ballot, Excluded, Grant, Proposal
 from diloco.exchange.hivemind.scatter_reduce import ScatterReduce
 
 T = TypeVar("T")
@@ -25,33 +25,44 @@ class AttemptFailed(Exception):
 class Attempt:
     """An accepted proposal, as one of its members sees it.
 
+    Args:
+        judge: looks at the votes of all members, and names the one whose contribution must not count.
+
     Attributes:
+        members: slots, in the order of the proposal.
         transfer: its bytes; None after the end.
-        ballots: digests by slot, the own one too.
+        ballots: votes by slot, the own one too.
         committed: the result was swapped in.
         frozen: given up. It may still be adopted, when it turns out that another member committed it.
     """
 
-    def __init__(self, proposal: Proposal, slot: int, transfer: ScatterReduce) -> None:
+    def __init__(
+        self,
+        proposal: Proposal | Grant,
+        members: Sequence[int],
+        slot: int,
+        transfer: ScatterReduce | None = None,
+        judge: Callable[[Mapping[int, Ballot]], Excluded | None] = lambda ballots: None,
+    ) -> None:
         self.proposal, self.id, self.slot = proposal, proposal.id(), slot
-        self.transfer: ScatterReduce | None = transfer
-        self.ballots: dict[int, bytes] = {}
+        self.members, self.transfer, self._judge = tuple(members), transfer, judge
+        self.ballots: dict[int, Ballot] = {}
         self.committed = self.frozen = False
         self._failure: asyncio.Future[AttemptFailed] = asyncio.get_running_loop().create_future()
         self._news = asyncio.Event()
 
     @property
-    def others(self) -> list[Share]:
-        """The shares of the other members."""
-        return [share for share in self.proposal.shares if share.slot != self.slot]
+    def others(self) -> list[int]:
+        """The other members."""
+        return [slot for slot in self.members if slot != self.slot]
 
     def names(self, slot: int) -> bool:
         """Whether the island in ``slot`` takes part."""
-        return any(share.slot == slot for share in self.proposal.shares)
+        return slot in self.members
 
     def position(self, slot: int) -> int:
         """Where the island in ``slot`` stands in the order of reduction."""
-        return [share.slot for share in self.proposal.shares].index(slot)
+        return self.members.index(slot)
 
     def fail(self, reason: str, final: bool = False) -> None:
         """Give it up: from now on this member never commits it on its own. Nothing happens once it is committed."""
@@ -59,26 +70,36 @@ class Attempt:
             self.frozen = True
             self._failure.set_result(AttemptFailed(reason, final))
 
-    def vote(self, slot: int, digest: bytes) -> bool:
+    def vote(self, ballot: Ballot) -> bool:
         """Count a vote; False where it comes too late."""
         if self.frozen:
             return False
-        self.ballots[slot] = digest
+        self.ballots[ballot.slot] = ballot
         self._news.set()
         return True
 
     def unanimous(self, more: Iterable[Ballot] = ()) -> bool:
         """Whether, with the votes that others know of, all members voted for one digest."""
-        known = self.ballots | {ballot.slot: ballot.digest for ballot in more}
-        return all(self.names(slot) for slot in known) and len(known) == len(self.proposal.shares) and (
-            len(set(known.values())) == 1
-        )
+        known = self._known(more)
+        return set(known) == set(self.members) and len({ballot.digest for ballot in known.values()}) == 1
+
+    def objection(self, more: Iterable[Ballot] = ()) -> Excluded | None:
+        """Whose contribution must not count, by the votes of all; None before all of them are known."""
+        known = self._known(more)
+        return self._judge(known) if set(known) == set(self.members) else None
+
+    def accepted(self, more: Iterable[Ballot] = ()) -> bool:
+        """Whether, with the votes that others know of, nothing stands against it."""
+        return self.unanimous(more) and self.objection(more) is None
 
     async def all_ballots(self) -> None:
         """Wait for the vote of every member."""
-        while len(self.ballots) < len(self.proposal.shares):
+        while len(self.ballots) < len(self.members):
             self._news.clear()
             await self._news.wait()
+
+    def _known(self, more: Iterable[Ballot]) -> dict[int, Ballot]:
+        return self.ballots | {ballot.slot: ballot for ballot in more}
 
     async def unless_failed(self, work: Coroutine[None, None, T]) -> T:
         """The result of ``work``, which is cancelled when the attempt fails.

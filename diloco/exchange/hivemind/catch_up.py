@@ -1,119 +1,186 @@
-"""How an island that was left behind gets the agreed state of a fragment from one that is up to date."""
+"""How an island that was left behind, or is new, gets the agreed state of a fragment from those who are up to date."""
 
 import asyncio
+import struct
 import time
 from collections import Counter
-from typing import Coroutine, Mapping
+from typing import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from diloco.exchange.hivemind import messages
 from diloco.exchange.hivemind.membership import Member
-from diloco.exchange.hivemind.messages import StateHeader, StateRequest, Tip
-from diloco.exchange.hivemind.network import Network, Stream, Traffic
+from diloco.exchange.hivemind.messages import BadMessage, StateHeader, StateRequest, Tip
+from diloco.exchange.hivemind.network import Traffic
+from diloco.exchange.hivemind.scatter_reduce import all_or_none
 from diloco.exchange.hivemind.surroundings import Surroundings
-from diloco.outer_state import FragmentState
+from diloco.outer_state import FragmentState, Ledger
 
-_LOOK_SECONDS = 1.0
+PART_BYTES = 8 << 20
+_LOOK_SECONDS = 0.5
 
 
 class TransferFailed(Exception):
     """The state did not come, or is not what the others agreed on."""
 
 
-def tip_to_adopt(own: Tip, others: Mapping[int, Tip]) -> Tip | None:
+def tip_of(state: FragmentState) -> Tip:
+    """Where this island's agreed state stands."""
+    return Tip(
+        fragment=state.index,
+        height=state.height,
+        lineage=bytes.fromhex(state.lineage),
+        digest=bytes.fromhex(state.digest),
+        tokens=state.ledger.tokens,
+    )
+
+
+def tip_to_adopt(own: Tip | None, others: Mapping[int, Tip]) -> Tip | None:
     """The state that the swarm stands on, where this island does not; None where it does.
 
-    The greatest height wins; between lineages of one height the one with more members, then the lower hash. A tip
-    counts only if most of those at its height and lineage say the same digest.
+    The lineage with most committed tokens wins; then the lower hash. A tip counts only if most of those at its lineage
+    say the same digest. Without a state of its own (``own`` None) an island takes the best of the others'.
     """
-    tips = [own, *others.values()]
-    support = Counter((tip.height, tip.lineage) for tip in tips)
-    height, lineage = max(support, key=lambda key: (key[0], support[key], bytes(255 - byte for byte in key[1])))
-    if (height, lineage) == (own.height, own.lineage):
+    tips = [*([own] if own else []), *others.values()]
+    if not tips:
         return None
-    agreeing = [tip for tip in others.values() if (tip.height, tip.lineage) == (height, lineage)]
-    digests = Counter(tip.digest for tip in agreeing)
-    digest, votes = digests.most_common(1)[0]
+    best = max(tips, key=lambda tip: (tip.tokens, tip.height, bytes(255 - byte for byte in tip.lineage)))
+    if own and (best.height, best.lineage) == (own.height, own.lineage):
+        return None
+    agreeing = [tip for tip in others.values() if (tip.height, tip.lineage) == (best.height, best.lineage)]
+    digests = Counter((tip.digest, tip.tokens) for tip in agreeing)
+    (digest, tokens), votes = digests.most_common(1)[0]
     if votes * 2 <= len(agreeing):
         return None
-    return next(tip for tip in agreeing if tip.digest == digest)
-
-
-async def serve_state(
-    stream: Stream, request: StateRequest, state: FragmentState, members: tuple[int, ...], weights: tuple[float, ...]
-) -> None:
-    """Send the agreed state of a fragment, if it is the one asked for. ``members``: of the round that made it."""
-    copy = await asyncio.to_thread(lambda: [tensor.clone() for tensor in state.agreed_tensors()])
-    # What was agreed is only overwritten by the round after the next commit: unchanged lineage, consistent copy.
-    if (state.height, bytes.fromhex(state.lineage)) != (request.height, request.lineage):
-        await stream.send(messages.Refused(reason=f"at height {state.height}, lineage {state.lineage[:12]}"))
-        return await stream.wait_for_end()
-    raw = [tensor.view(torch.uint8) for tensor in copy]
-    sizes = tuple(tensor.numel() for tensor in raw)
-    await stream.send(StateHeader(sizes=sizes, members=members, weights=weights))
-    for tensor in raw:
-        await stream.send_plain(tensor)
-    await stream.wait_for_end()
+    return next(tip for tip in agreeing if (tip.digest, tip.tokens) == (digest, tokens))
 
 
 async def take_over(
-    around: Surroundings, state: FragmentState, tip: Tip, traffic: Traffic, deadline: float
+    around: Surroundings,
+    state: FragmentState,
+    tip: Tip,
+    traffic: Traffic,
+    deadline: float,
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> StateHeader | str:
-    """Write the state at ``tip`` beside the agreed one, from whichever member has it, and check it. Not committed.
+    """Write the state at ``tip`` beside the agreed one, from whichever members have it, and check it. Not committed.
+
+    A donor that dies half-way is followed by the next, which goes on where it ended.
+
+    Args:
+        deadline: in terms of ``time.monotonic()``.
+        tell: called with the bytes that are there and those of the whole state.
 
     Returns:
-        The donor's header, or in words why nobody gave it. ``deadline`` is in terms of ``time.monotonic()``.
+        A donor's header, or in words why nobody gave it.
     """
     problem = "no live member has it any more"
-    for donor in around.membership.live():
-        if donor.tips.get(tip.fragment) != tip:
-            continue
+    taking = _Taking(around, state, tip, traffic, deadline, tell)
+    for donor in _in_order(around, tip):
         try:
-            header = await _while_alive(donor, deadline, _fetch(around.network, donor.peer, tip, state, traffic))
-            await asyncio.to_thread(_seal, state, tip)
-            return header
-        except (TransferFailed, OSError, EOFError, ValueError) as error:
+            header = await taking.from_donor(donor)
+            try:
+                await asyncio.to_thread(_seal, state, tip, header)
+                return header
+            except (TransferFailed, ValueError, struct.error):
+                taking.start_over()  # there is no telling which part is wrong
+                raise
+        except (TransferFailed, OSError, EOFError, ValueError, struct.error) as error:
             problem = f"island {donor.slot}: {error}"
     return problem
 
 
-async def _while_alive(donor: Member, deadline: float, fetch: Coroutine[None, None, StateHeader]) -> StateHeader:
-    task = asyncio.ensure_future(fetch)
-    try:
-        while not task.done() and donor.alive and time.monotonic() < deadline:
-            await asyncio.wait({task}, timeout=_LOOK_SECONDS)
-        if not task.done():
-            raise TransferFailed("it took longer than exchange.round_deadline" if donor.alive else "it fell silent")
-    finally:
-        task.cancel()
-        await asyncio.wait({task})  # so that nothing writes into the state any more
-    return task.result()
+def _in_order(around: Surroundings, tip: Tip) -> list[Member]:
+    """Those who have it; each joiner begins with another one, so that several joiners don't burden one donor."""
+    donors = [member for member in around.membership.live() if member.tips.get(tip.fragment) == tip]
+    start = sum(around.network.peer.encode()) % len(donors) if donors else 0
+    return donors[start:] + donors[:start]
 
 
-async def _fetch(network: Network, peer: str, tip: Tip, state: FragmentState, traffic: Traffic) -> StateHeader:
-    request = StateRequest(fragment=tip.fragment, height=tip.height, lineage=tip.lineage)
-    stream = await network.open_stream(peer, request, traffic)
-    try:
-        header = await stream.receive()
-        if not isinstance(header, StateHeader):
-            raise TransferFailed(f"refused: {getattr(header, 'reason', header.kind)}")
-        targets: list[Tensor] = [tensor.view(torch.uint8) for tensor in state.staged_tensors()]
-        expected = tuple(target.numel() for target in targets)
-        if header.sizes != expected:
-            raise TransferFailed(f"its tensors have {header.sizes} bytes, this fragment's {expected}")
-        for target in targets:
-            await stream.receive_into(target)
-        return header
-    finally:
-        stream.close()
+class _Taking:
+    """One state on its way here, part by part."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        state: FragmentState,
+        tip: Tip,
+        traffic: Traffic,
+        deadline: float,
+        tell: Callable[[int, int], None],
+    ) -> None:
+        self._around, self._tip, self._traffic, self._deadline, self._tell = around, tip, traffic, deadline, tell
+        self._target = state.staged_bytes
+        self._num_bytes = sum(target.numel() for target in self._target)
+        self._missing: list[int] = []
+        self._header: StateHeader | None = None
+        self.start_over()
+
+    def start_over(self) -> None:
+        """All parts are missing."""
+        self._missing = list(range(0, self._num_bytes, PART_BYTES))
+
+    async def from_donor(self, donor: Member) -> StateHeader:
+        """All parts that are missing still. Raises TransferFailed, or what a broken stream raises."""
+        lanes = min(self._around.network.lanes(donor.peer), max(1, len(self._missing)))
+        fetching = asyncio.ensure_future(all_or_none([self._fetch_parts(donor, lane) for lane in range(lanes)]))
+        try:
+            while not fetching.done() and donor.alive and time.monotonic() < self._deadline:
+                await asyncio.wait({fetching}, timeout=_LOOK_SECONDS)
+            if not fetching.done():
+                raise TransferFailed("it took longer than exchange.round_deadline" if donor.alive else "it fell silent")
+            fetching.result()
+        finally:
+            fetching.cancel()
+            await asyncio.wait({fetching})  # so that nothing writes into the state any more
+        assert self._header is not None
+        return self._header
+
+    async def _fetch_parts(self, donor: Member, lane: int) -> None:
+        while self._missing:
+            start = self._missing.pop()
+            try:
+                await self._fetch(donor, start, min(start + PART_BYTES, self._num_bytes), lane)
+            except BaseException:
+                self._missing.append(start)
+                raise
+            self._tell(self._num_bytes - PART_BYTES * len(self._missing), self._num_bytes)
+
+    async def _fetch(self, donor: Member, start: int, stop: int, lane: int) -> None:
+        tip = self._tip
+        request = StateRequest(fragment=tip.fragment, height=tip.height, lineage=tip.lineage, start=start, stop=stop)
+        stream = await self._around.network.open_stream(donor.peer, request, self._traffic, lane)
+        try:
+            header = await stream.receive()
+            if not isinstance(header, StateHeader):
+                raise TransferFailed(f"refused: {getattr(header, 'reason', header.kind)}")
+            if header.num_bytes != self._num_bytes:
+                raise TransferFailed(f"its state has {header.num_bytes} bytes, this fragment's {self._num_bytes}")
+            for piece in pieces(self._target, start, stop):
+                await stream.receive_into(piece)
+            self._header = header
+        finally:
+            stream.close()
 
 
-def _seal(state: FragmentState, tip: Tip) -> None:
+def pieces(tensors: list[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Bytes ``start`` to ``stop`` of flat uint8 tensors that are taken as one."""
+    found, offset = [], 0
+    for tensor in tensors:
+        piece = tensor[max(0, start - offset) : max(0, stop - offset)]
+        if piece.numel():
+            found.append(piece)
+        offset += tensor.numel()
+    return found
+
+
+def _seal(state: FragmentState, tip: Tip, header: StateHeader) -> None:
     if not all(torch.isfinite(tensor).all() for tensor in state.staged_tensors()):
         raise TransferFailed("the state received is not finite")
-    digest = state.seal_received(tip.height, tip.lineage.hex())
-    if digest != tip.digest.hex():
+    ledger = Ledger.from_bytes(header.ledger)
+    if len(ledger.positions) != len(state.ledger.positions):
+        raise BadMessage(f"a ledger of {len(ledger.positions)} slots, here are {len(state.ledger.positions)}")
+    digest = state.seal_received(tip.height, tip.lineage.hex(), ledger)
+    if digest != tip.digest.hex() or ledger.tokens != tip.tokens:
         agreed = tip.digest.hex()
         raise TransferFailed(f"the state received has digest {digest[:12]}, the others agreed on {agreed[:12]}")

@@ -3,6 +3,7 @@
 import atexit
 import multiprocessing
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -22,6 +23,8 @@ _START_SECONDS = 300.0  # imports on a busy machine, on top of swarm.join_timeou
 _GRACE_SECONDS = 15.0  # on top of exchange.round_deadline: one settling of votes and a busy machine
 _STAGED_PER_SECOND = 50e6  # bytes of state that even a slow machine steps and hashes; what is begun is not interrupted
 _CLOSE_SECONDS = 5.0
+_PROGRESS_SECONDS = 2.0  # between two lines about bytes that come
+_BEAT_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 _STABLE_SECONDS = 60.0
 
@@ -39,11 +42,15 @@ class HivemindExchange:
         self._config, self._state = config, state
         self._folder = tempfile.mkdtemp(prefix="diloco-")
         identity = config.swarm.identity_file or str(Path(self._folder) / "identity")
-        self._start = ipc.Start(config.model_dump(), state, schema, identity, config.swarm.listen, os.getpid())
+        ticket = secrets.token_bytes(32)
+        self._start = ipc.Start(config.model_dump(), state, schema, identity, config.swarm.listen, os.getpid(), ticket)
         self._changed = threading.Condition()
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
         self._seat: Seat | None = None
+        self._sign_of_life = time.monotonic()
+        self._reseating = False  # the slot was lost, and the exchange process asks for another
+        self._to_take: set[int] = set()  # fragments whose anchor the trainer has to take, because of a new seat
         self._refusal = ""
         self._traceback = ""
         self._end_reason = ""
@@ -52,6 +59,7 @@ class HivemindExchange:
         self._committing: dict[int, RoundOutcome] = {}
         self._outcomes: dict[int, RoundOutcome] = {}
         self._events: list[ExchangeEvent] = []
+        self._next_progress_line = 0.0
         # The kernel ties the exchange process to the thread that starts it, so one thread does, as long as this lives.
         self._keeper = threading.Thread(target=self._keep, name="exchange-keeper", daemon=True)
         self._keeper.start()
@@ -61,7 +69,8 @@ class HivemindExchange:
         """See :class:`diloco.exchange.base.Exchange`."""
         limit = self._config.swarm.join_timeout + _START_SECONDS
         with self._changed:
-            self._changed.wait_for(lambda: self._seat or self._refusal, limit)
+            while not (self._seat or self._refusal) and time.monotonic() < self._sign_of_life + limit:
+                self._changed.wait(1.0)
             if self._seat:
                 return self._seat
             reason = self._refusal or (
@@ -99,7 +108,12 @@ class HivemindExchange:
             if fragment in self._launched:
                 raise RuntimeError(f"a round of fragment {fragment} is in flight; take its outcome first")
             self._launched[fragment] = _Launched(self._state.fragments[fragment].height, time.monotonic())
-            if self._pipe is None:
+            if self._reseating:
+                self._outcomes[fragment] = self._skipped(fragment, "this island has lost its slot and asks for another")
+            elif fragment in self._to_take:
+                self._to_take.discard(fragment)
+                self._outcomes[fragment] = self._taken(fragment)
+            elif self._pipe is None:
                 self._outcomes[fragment] = self._skipped(fragment, "the exchange process is being started again")
             else:
                 self._send(ipc.Launch(fragment, work))
@@ -182,10 +196,15 @@ class HivemindExchange:
             child.start()
             self._process, self._pipe = child, ours
         theirs.close()
-        while ours in wait([ours, child.sentinel]):  # what it said before it died comes first
-            try:
-                self._receive(ours.recv())
-            except (EOFError, OSError):
+        while True:
+            ready = wait([ours, child.sentinel], timeout=_BEAT_SECONDS)
+            self._state.beat.add_(1)
+            if ours in ready:  # what it said before it died comes first
+                try:
+                    self._receive(ours.recv())
+                except (EOFError, OSError):
+                    break
+            elif ready:
                 break
         child.join()
         with self._changed:
@@ -201,10 +220,22 @@ class HivemindExchange:
                 case ipc.Joined():
                     if self._seat:
                         self._events.append(ExchangeEvent("rejoined", f"exchange process in slot {message.seat.slot}"))
-                    self._seat = message.seat
-                    self._start = replace(self._start, rejoin=message.places, listen=message.listen)
+                    if self._reseating:
+                        self._to_take = set(range(len(self._state.fragments)))
+                    self._seat, self._reseating = message.seat, False
+                    self._start = replace(self._start, rejoin=message.roster, listen=message.listen)
+                case ipc.Taking():
+                    self._sign_of_life = time.monotonic()
+                    self._show_taking(message)
+                case ipc.SeatLost():
+                    self._reseating = True
+                    self._start = replace(self._start, rejoin=None)
+                    self._end_reason = message.reason
                 case ipc.Refused():
-                    self._refusal = message.reason
+                    if self._seat:  # training goes on, and so do the attempts to come back
+                        self._end_reason = message.reason
+                    else:
+                        self._refusal = message.reason
                 case ipc.Crashed():
                     self._traceback = message.traceback
                 case ipc.Committing():
@@ -230,6 +261,30 @@ class HivemindExchange:
                 self._outcomes[fragment] = self._committing[fragment]
             else:
                 self._outcomes[fragment] = self._skipped(fragment, f"the exchange process {self._end_reason}")
+
+    def _show_taking(self, taking: ipc.Taking) -> None:
+        done, total = taking.num_bytes, taking.total_bytes
+        if time.monotonic() >= self._next_progress_line or done == total:
+            self._next_progress_line = time.monotonic() + _PROGRESS_SECONDS
+            share = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
+            print(f"joining a run in progress: fragment {taking.fragment}, {share}", file=sys.stderr, flush=True)
+
+    def _taken(self, fragment: int) -> RoundOutcome:
+        """What becomes of the work of an island that lost its slot: nothing. Its state is the swarm's already."""
+        state, seat = self._state.fragments[fragment], self._seat
+        assert seat is not None
+        return RoundOutcome(
+            "left_out",
+            fragment,
+            state.height,
+            reason=f"this island had lost its slot; it has slot {seat.slot} now",
+            digest=state.digest,
+            rejected=True,
+            position=seat.position,
+            step=seat.step,
+            tokens=seat.tokens,
+            seat=seat,
+        )
 
     def _skipped(self, fragment: int, reason: str) -> RoundOutcome:
         return RoundOutcome("skipped", fragment, self._state.fragments[fragment].height, reason=reason)

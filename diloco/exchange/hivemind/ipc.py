@@ -4,16 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.exchange.base import ExchangeEvent, RoundOutcome, Seat, Work
+from diloco.exchange.hivemind.roster import Roster
 from diloco.outer_state import OuterState
-
-
-@dataclass(frozen=True)
-class Place:
-    """One island of the swarm, as its member list names it."""
-
-    slot: int
-    peer: str
-    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -22,7 +14,8 @@ class Start:
 
     Attributes:
         settings: the resolved configuration, as plain values.
-        rejoin: the member list that an earlier process of this island had; empty at the first start.
+        ticket: drawn by the trainer; by it the others tell a process that was started again from a trainer that was.
+        rejoin: the member list that an earlier exchange process of this trainer had; None at the first start.
         listen: host:port; a process that is started again keeps the port of the first.
         started: the outer state is what the trainer trains on.
     """
@@ -33,7 +26,8 @@ class Start:
     identity_path: str
     listen: str
     parent_pid: int
-    rejoin: tuple[Place, ...] = ()
+    ticket: bytes
+    rejoin: Roster | None = None
     started: bool = False
 
 
@@ -64,11 +58,27 @@ class Listening:
 
 @dataclass(frozen=True)
 class Joined:
-    """Exchange to trainer: all islands are there. ``listen`` is the host:port really listened on."""
+    """Exchange to trainer: this island has its place. ``listen`` is the host:port really listened on."""
 
     seat: Seat
-    places: tuple[Place, ...]
+    roster: Roster
     listen: str
+
+
+@dataclass(frozen=True)
+class Taking:
+    """Exchange to trainer: so many bytes of the swarm's state are there; a sign of life while joining takes long."""
+
+    fragment: int
+    num_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class SeatLost:
+    """Exchange to trainer, before it ends: the others have given this island's slot away; start again as a newcomer."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -100,4 +110,4 @@ class Ended:
 
 
 FromTrainer = Launch | Started | Close
-FromExchange = Listening | Joined | Refused | Crashed | Committing | Ended | ExchangeEvent
+FromExchange = Listening | Joined | Taking | SeatLost | Refused | Crashed | Committing | Ended | ExchangeEvent

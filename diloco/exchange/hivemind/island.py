@@ -8,10 +8,13 @@ from multiprocessing.connection import Connection
 from diloco.config import RunConfig
 from diloco.exchange.base import ExchangeEvent, Seat
 from diloco.exchange.hivemind import daemon, ipc, messages
+from diloco.exchange.hivemind.address_book import AddressBook
 from diloco.exchange.hivemind.directory import publish_for_ever
-from diloco.exchange.hivemind.door import Door, ask_to_join, wait_for_all
-from diloco.exchange.hivemind.membership import Membership
+from diloco.exchange.hivemind.door import Door, come_in
+from diloco.exchange.hivemind.joining import late_seat, take_over_all
+from diloco.exchange.hivemind.membership import Membership, SeatLost
 from diloco.exchange.hivemind.network import Network, Stream, Unreachable
+from diloco.exchange.hivemind.roster import Roster
 from diloco.exchange.hivemind.rounds import Rounds
 from diloco.exchange.hivemind.settings import shared_settings
 from diloco.exchange.hivemind.surroundings import Surroundings
@@ -42,7 +45,10 @@ async def take_part(pipe: Connection, start: ipc.Start) -> None:
             try:
                 work.result()
             except BaseExceptionGroup as group:
-                raise _first(group) from None
+                error = _first(group)
+                if not isinstance(error, SeatLost):
+                    raise error from None
+                island.tell_seat_lost(error)
     finally:
         work.cancel()
         await asyncio.wait({work}, timeout=_END_SECONDS)
@@ -55,11 +61,13 @@ class _Island:
         self._config = parse_config(RunConfig, start.settings)
         self.closed = asyncio.Event()
         self._launches: asyncio.Queue[ipc.Launch] = asyncio.Queue()
+        self._started = start.started
         self._daemon: daemon.Daemon | None = None
         self._network: Network | None = None
         self._membership: Membership | None = None
         self._rounds: Rounds | None = None
         self._door = self._make_door()
+        self._book = AddressBook(self._config.swarm.identity_file, self._config.run.name)
         loop = asyncio.get_running_loop()
         # Errors of ours end the process, with their traceback. What else arrives here are hivemind's own tasks, which
         # complain when the daemon has died, and that is noticed anyway.
@@ -67,7 +75,7 @@ class _Island:
         loop.add_reader(pipe.fileno(), self._read_pipe)
 
     async def run(self) -> None:
-        """Until cancelled. Raises JoinError, DaemonDied."""
+        """Until cancelled. Raises JoinError, DaemonDied, SeatLost."""
         swarm = self._config.swarm
         self._daemon = await daemon.start_daemon(self._start.listen, swarm.announce, self._start.identity_path)
         network = self._network = Network(self._daemon, heard=self._heard)
@@ -76,23 +84,25 @@ class _Island:
         self._send(ipc.Listening(addresses[0]))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_daemon())
-            places = self._start.rejoin or await self._join(network, addresses)
-            self._door.complete(places)
-            place = next(place for place in places if place.peer == network.peer)
-            self._begin(network, place, places, tasks)
-            others = [other for other in places if other is not place]
-            await self._connect_to_all(network, others)
-            tasks.create_task(self._membership.run())
+            roster = self._start.rejoin or await self._come_in(network, addresses)
+            around = self._begin(network, roster, tasks)
+            membership, rounds = around.membership, self._rounds
+            await self._connect_to_all(network)
+            tasks.create_task(membership.run())
+            tasks.create_task(rounds.granting.run())
             tasks.create_task(self._report_refused(network))
-            interval = self._membership.interval
-            tasks.create_task(
-                publish_for_ever(self._daemon, self._config.run.name, place, others, self._start.state, interval)
-            )
-            await self._membership.wait_until_known()
-            self._send(ipc.Joined(Seat(place.slot, addresses[0]), places, self._listen(addresses[0])))
+            tasks.create_task(self._remember_addresses())
+            tasks.create_task(publish_for_ever(self._daemon, self._config.run.name, membership, self._start.state))
+            seat = await self._take_seat(around, addresses[0])
+            self._send(ipc.Joined(seat, membership.roster, self._listen(addresses[0])))
+            tasks.create_task(rounds.watch_trainer())
             while True:
                 launch = await self._launches.get()
-                tasks.create_task(self._rounds.launch(launch.fragment, launch.weight))
+                tasks.create_task(rounds.launch(launch.fragment, launch.work))
+
+    def tell_seat_lost(self, error: SeatLost) -> None:
+        """The trainer will start this process again, as a newcomer."""
+        self._send(ipc.SeatLost(str(error)))
 
     async def shut_down(self) -> None:
         """Leave the swarm, if the trainer said so, and end the daemon."""
@@ -101,16 +111,29 @@ class _Island:
         if self._daemon:
             await self._daemon.shutdown()
 
-    async def _join(self, network: Network, addresses: tuple[str, ...]) -> tuple[ipc.Place, ...]:
+    async def _come_in(self, network: Network, addresses: tuple[str, ...]) -> Roster:
         swarm = self._config.swarm
-        if self._door.first:
-            self._door.enter(network.peer, addresses, swarm.slot)
-            await wait_for_all(self._door, addresses[0], swarm.join_timeout)
-            return tuple(self._door.places[slot] for slot in sorted(self._door.places))
         hello = messages.Hello(
-            run=self._config.run.name, settings=self._door.settings, slot=swarm.slot, addresses=addresses
+            run=self._config.run.name,
+            settings=self._door.settings,
+            slot=swarm.slot,
+            addresses=addresses,
+            ticket=self._start.ticket,
         )
-        return await ask_to_join(network, hello, swarm.initial_peers, swarm.join_timeout)
+        others = [address for address in swarm.initial_peers if not address.endswith(f"/p2p/{network.peer}")]
+        self._door.first = not swarm.initial_peers or swarm.initial_peers[0].endswith(f"/p2p/{network.peer}")
+        remembered = [address for address in self._book.read() if not address.endswith(f"/p2p/{network.peer}")]
+        return await come_in(self._door, network, hello, list(dict.fromkeys([*others, *remembered])), swarm.join_timeout)
+
+    async def _take_seat(self, around: Surroundings, address: str) -> Seat:
+        """A newcomer takes over the swarm's state; others wait until the members have taken notice of them."""
+        own, state = around.membership.own, self._start.state
+        if own.since == 0 or (self._start.started and self._start.rejoin):
+            await around.membership.wait_until_known()
+            return Seat(own.slot, address, own.epoch)
+        patience = self._config.swarm.join_timeout
+        await take_over_all(around, state, patience, lambda *progress: self._send(ipc.Taking(*progress)))
+        return late_seat(around, state, address)
 
     def _make_door(self) -> Door:
         swarm = self._config.swarm
@@ -119,36 +142,47 @@ class _Island:
             shared_settings(self._config, self._start.schema),
             swarm.max_slots,
             swarm.islands,
-            first=not swarm.initial_peers,
+            first=False,
             tell=self._send,
             first_addresses=tuple(swarm.initial_peers),
         )
 
-    def _begin(
-        self, network: Network, place: ipc.Place, places: tuple[ipc.Place, ...], tasks: asyncio.TaskGroup
-    ) -> None:
-        exchange = self._config.exchange
-        self._membership = Membership(network, place.slot, exchange.peer_timeout, self._send)
+    def _begin(self, network: Network, roster: Roster, tasks: asyncio.TaskGroup) -> Surroundings:
+        exchange, config = self._config.exchange, self._config
+        self._door.open(roster)
+        self._membership = Membership(network, roster, self._start.ticket, exchange.peer_timeout, self._send)
         around = Surroundings(
-            self._config.run.name,
+            config.run.name,
             network,
             self._membership,
-            plugins.build("diloco.codecs", self._config.outer.codec),
+            plugins.build("diloco.codecs", config.outer.codec),
             exchange.round_deadline,
             exchange.min_islands,
+            exchange.max_weight_ratio,
             report=self._send,
             background=tasks.create_task,
         )
-        self._rounds = Rounds(around, self._start.state, end=self._send)
-        self._membership.start(places)
+        max_slots = config.swarm.max_slots
+        self._rounds = Rounds(around, self._start.state, max_slots, end=self._send, started=self._started)
+        self._door.begin(self._membership, self._rounds.granting)
+        return around
 
-    async def _connect_to_all(self, network: Network, others: list[ipc.Place]) -> None:
-        async def connect(place: ipc.Place) -> None:
+    async def _connect_to_all(self, network: Network) -> None:
+        async def connect(peer: str) -> None:
             with contextlib.suppress(Unreachable, TimeoutError):  # its silence will be noticed by the membership
                 async with asyncio.timeout(self._config.exchange.peer_timeout):
-                    await network.connect(place.peer)
+                    await network.connect(peer)
 
-        await asyncio.gather(*(connect(place) for place in others))
+        await asyncio.gather(*(connect(member.peer) for member in self._membership.members.values()))
+
+    async def _remember_addresses(self) -> None:
+        height = -1
+        while True:
+            roster = self._membership.roster
+            if roster.height != height:
+                height = roster.height
+                self._book.write([address for entry in roster.entries for address in entry.addresses])
+            await asyncio.sleep(self._membership.interval)
 
     async def _answer(self, peer: str, request: messages.Request) -> messages.Reply:
         if isinstance(request, messages.Hello):
@@ -160,6 +194,8 @@ class _Island:
         if member is None:
             if self._membership:  # before that it may be a member who heard earlier that all are there
                 self._network.refused["stranger"] += 1
+            elif isinstance(request, messages.Status):
+                self._door.hints.add(peer)
             return messages.Refused(reason="not a member of this run; say hello first")
         return await self._rounds.answer(member, request)
 
@@ -192,6 +228,10 @@ class _Island:
                 message = self._pipe.recv()
                 if isinstance(message, ipc.Close):
                     self.closed.set()
+                elif isinstance(message, ipc.Started):
+                    self._started = True
+                    if self._rounds:
+                        self._rounds.start()
                 else:
                     self._launches.put_nowait(message)
         except (EOFError, OSError):  # the trainer is gone

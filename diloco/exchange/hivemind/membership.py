@@ -4,17 +4,19 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Callable, Iterable
+from typing import Callable, Coroutine
 
 from diloco.exchange.base import ExchangeEvent
 from diloco.exchange.hivemind import messages
-from diloco.exchange.hivemind.ipc import Place
-from diloco.exchange.hivemind.messages import Offer, Status, Tip
+from diloco.exchange.hivemind.messages import Entry, Offer, Status, Tip
 from diloco.exchange.hivemind.network import Network, Unreachable
+from diloco.exchange.hivemind.roster import Roster
 
 _LONGEST_INTERVAL_SECONDS = 5.0
 _LEAVE_SECONDS = 1.0
 _TELL_AGAIN_SECONDS = 0.5
+
+
 
 
 @dataclass
@@ -23,57 +25,102 @@ class Member:
 
     Attributes:
         alive: something came from it within ``peer_timeout``, it can be reached, and it did not leave.
+        left: it said that it leaves.
+        status: the last one that came; None before the first.
         tips: where its agreed state stands, by fragment.
         offers: what it offers to the rounds in progress, by fragment.
+        awaited: rounds wait for it: it trains or is about to, and does not take over state.
     """
 
     slot: int
     peer: str
+    ticket: bytes
+    awaited: bool
     alive: bool = True
+    left: bool = False
     heard: float = field(default_factory=time.monotonic)
+    status: Status | None = None
     tips: dict[int, Tip] = field(default_factory=dict)
     offers: dict[int, Offer] = field(default_factory=dict)
-    incarnation: bytes = b""
-    sequence: int = -1
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    acquainted: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    def forget(self) -> None:
+        """It was started again: what it said before says nothing about it now."""
+        self.awaited, self.status, self.tips, self.offers = False, None, {}, {}
+
+
+class SeatLost(Exception):
+    """The members have given this island's slot to another one."""
 
 
 class Membership:
-    """The member list of a swarm that has started, kept up by a status message to every member at an interval.
+    """The member list, kept up by a status message to every member at an interval.
 
     Attributes:
+        roster: who has which slot.
         slot: this island's own.
         interval: seconds between two status messages.
-        standing: gives what this island's status holds.
+        make_status: gives what this island's status holds, but for what is known here.
         on_change: called after anything in here changed.
         on_lost: called with a member that is not alive any more, and why.
     """
 
-    def __init__(self, network: Network, slot: int, peer_timeout: float, tell: Callable[[ExchangeEvent], None]) -> None:
-        self.slot, self.peer_timeout = slot, peer_timeout
+    def __init__(
+        self,
+        network: Network,
+        roster: Roster,
+        ticket: bytes,
+        peer_timeout: float,
+        tell: Callable[[ExchangeEvent], None],
+    ) -> None:
+        own = roster.of_ticket(ticket)
+        assert own is not None, "an island is let in by a roster that names it"
+        self.roster, self.own, self.peer_timeout = roster, own, peer_timeout
+        self.slot = own.slot
         self.interval = min(peer_timeout / 5, _LONGEST_INTERVAL_SECONDS)
         self.members: dict[int, Member] = {}
         self.on_change: Callable[[], None] = lambda: None
         self.on_lost: Callable[[Member, str], None] = lambda member, reason: None
-        self.standing: Callable[[], tuple[Iterable[Tip], Iterable[Offer]]] = lambda: ((), ())
+        self.make_status: Callable[[int, bytes], Status]
         self._network, self._tell = network, tell
         self._by_peer: dict[str, Member] = {}
         self._incarnation, self._sequence = secrets.token_bytes(32), 0
-        self._news: dict[int, asyncio.Event] = {}
-        self._acquainted: dict[int, asyncio.Event] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._lost_seat: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._take_in(roster)
 
-    def start(self, places: Iterable[Place]) -> None:
-        """Begin with these members, all of them taken for alive."""
-        for place in places:
-            if place.slot == self.slot:
-                continue
-            member = Member(place.slot, place.peer)
-            self.members[place.slot] = self._by_peer[place.peer] = member
-            self._news[place.slot], self._acquainted[place.slot] = asyncio.Event(), asyncio.Event()
-            self._network.know(place.peer, place.addresses)
+    def adopt(self, roster: Roster) -> None:
+        """A grant was committed, here or while this island did not hear of it."""
+        if not self.roster.comes_before(roster.height, roster.lineage):
+            return
+        before, self.roster = self.roster, roster
+        self._take_in(roster)
+        for entry in roster.entries:
+            old = before.of_slot(entry.slot)
+            if (old is None or old.ticket != entry.ticket) and entry.slot != self.slot:
+                what = "joins" if old is None else "comes again" if old.peer == entry.peer else "takes over"
+                self._tell(ExchangeEvent("joined", f"island {entry.slot} {what}, epoch {entry.epoch}"))
+        own = roster.of_ticket(self.own.ticket)
+        if own is None and not self._lost_seat.done():
+            self._lost_seat.set_exception(SeatLost(f"slot {self.slot} was given to another island"))
+        self.publish()
+        self.on_change()
 
     def live(self) -> list[Member]:
         """The other members that are alive, by slot."""
         return [self.members[slot] for slot in sorted(self.members) if self.members[slot].alive]
+
+    def awaited(self) -> list[Member]:
+        """Those of them for whom rounds wait."""
+        return [member for member in self.live() if member.awaited]
+
+    def silent_seconds(self) -> dict[int, float]:
+        """Slots whose holder is not there, and for how long; one that left is gone for ever."""
+        now = time.monotonic()
+        gone = (member for member in self.members.values() if not member.alive)
+        return {member.slot: float("inf") if member.left else now - member.heard for member in gone}
 
     def of_peer(self, peer: str) -> Member | None:
         """The member with this libp2p id."""
@@ -85,13 +132,14 @@ class Membership:
         if member is None:
             return
         member.heard = time.monotonic()
-        if not member.alive:
+        if not member.alive and not member.left:
             member.alive = True
             self._tell(ExchangeEvent("back", f"island {member.slot} is there again"))
             self.on_change()
 
     def lost(self, member: Member, reason: str, what: str = "lost") -> None:
-        """Count a member as gone until something comes from it."""
+        """Count a member as gone until something comes from it, or for good where it ``left``."""
+        member.left = member.left or what == "left"
         if not member.alive:
             return
         member.alive = False
@@ -100,13 +148,23 @@ class Membership:
         self.on_lost(member, reason)
         self.on_change()
 
+    def restarted(self, member: Member, ticket: bytes) -> None:
+        """A member asks to come in again: what it did before it died is over."""
+        if ticket != member.ticket and member.status:
+            member.forget()
+            self.on_lost(member, "was started again")
+            self.on_change()
+
     def receive_status(self, member: Member, status: Status) -> None:
         """Take over a member's status, unless a later one was here first."""
-        if status.incarnation == member.incarnation and status.sequence <= member.sequence:
+        before = member.status
+        if before and status.incarnation == before.incarnation and status.sequence <= before.sequence:
             return
-        member.incarnation, member.sequence = status.incarnation, status.sequence
+        member.status, member.awaited = status, status.state in ("starting", "training")
         member.tips = {tip.fragment: tip for tip in status.tips}
         member.offers = {offer.fragment: offer for offer in status.offers}
+        if self.roster.comes_before(status.roster_height, status.roster_lineage):
+            self._background(self._fetch_roster(member))
         self.on_change()
 
     async def exchange_status(self, member: Member) -> bool:
@@ -122,25 +180,28 @@ class Membership:
                 self.lost(member, f"can't be reached: {error}")
             return False
         if not isinstance(reply, Status):
+            if member.status:  # it was started again, and is not a member yet
+                self.restarted(member, b"")
             return False
         self.receive_status(member, reply)
         return True
 
     def publish(self) -> None:
         """Send this island's status to everyone now, because it changed."""
-        for event in self._news.values():
-            event.set()
+        for member in self.members.values():
+            member.news.set()
 
     async def run(self) -> None:
-        """Send status messages and notice who has fallen silent, for ever."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch())
+        """Send status messages and notice who has fallen silent, for ever. Raises SeatLost."""
+        async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._watch())
             for member in self.members.values():
-                tasks.create_task(self._keep_informed(member))
+                member.task = self._tasks.create_task(self._keep_informed(member))
+            await self._lost_seat
 
     async def wait_until_known(self) -> None:
         """Wait until every member has taken a status of this island, ``peer_timeout`` at most."""
-        known = [asyncio.ensure_future(event.wait()) for event in self._acquainted.values()]
+        known = [asyncio.ensure_future(member.acquainted.wait()) for member in self.members.values()]
         if known:
             await asyncio.wait(known, timeout=self.peer_timeout)
         for waiting in known:
@@ -151,27 +212,65 @@ class Membership:
         calls = (self._network.call(member.peer, messages.Leave(), _LEAVE_SECONDS) for member in self.live())
         await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _keep_informed(self, member: Member) -> None:
-        news = self._news[member.slot]
-        while True:
-            news.clear()
-            if not await self.exchange_status(member):
-                await asyncio.sleep(_TELL_AGAIN_SECONDS if member.alive else self.interval)
-                continue
-            self._acquainted[member.slot].set()
-            try:
-                async with asyncio.timeout(self.interval):
-                    await news.wait()
-            except TimeoutError:
-                pass
-
     def status(self) -> Status:
         """Where this island stands now."""
-        tips, offers = self.standing()
         self._sequence += 1
-        return Status(
-            incarnation=self._incarnation, sequence=self._sequence, tips=tuple(tips), offers=tuple(offers)
-        )
+        return self.make_status(self._sequence, self._incarnation)
+
+    def _take_in(self, roster: Roster) -> None:
+        """Have a member for every entry but this island's, and only for those."""
+        for entry in roster.entries:
+            member = self.members.get(entry.slot)
+            if entry.ticket == self.own.ticket or (member and member.ticket == entry.ticket):
+                continue
+            if member:
+                self._drop(member)
+            self._add(entry)
+        held = {entry.slot for entry in roster.entries}
+        for member in [member for member in self.members.values() if member.slot not in held]:
+            self._drop(member)
+
+    def _add(self, entry: Entry) -> None:
+        member = Member(entry.slot, entry.peer, entry.ticket, awaited=entry.since == 0)
+        self.members[entry.slot] = self._by_peer[entry.peer] = member
+        self._network.know(entry.peer, entry.addresses)
+        if self._tasks:
+            member.task = self._tasks.create_task(self._keep_informed(member))
+
+    def _drop(self, member: Member) -> None:
+        self.on_lost(member, "has lost its slot")
+        if member.task:
+            member.task.cancel()
+        del self.members[member.slot]
+        if self._by_peer.get(member.peer) is member:
+            del self._by_peer[member.peer]
+
+    def _background(self, work: Coroutine[None, None, None]) -> None:
+        if self._tasks:
+            self._tasks.create_task(work)
+        else:
+            work.close()
+
+    async def _fetch_roster(self, member: Member) -> None:
+        try:
+            reply = await self._network.call(member.peer, messages.RosterRequest(), self.interval)
+        except Unreachable:
+            return  # its next status says so again
+        if isinstance(reply, messages.Roster):
+            self.adopt(Roster.of(reply))
+
+    async def _keep_informed(self, member: Member) -> None:
+        while True:
+            member.news.clear()
+            if member.left or not await self.exchange_status(member):
+                await asyncio.sleep(_TELL_AGAIN_SECONDS if member.alive else self.interval)
+                continue
+            member.acquainted.set()
+            try:
+                async with asyncio.timeout(self.interval):
+                    await member.news.wait()
+            except TimeoutError:
+                pass
 
     async def _watch(self) -> None:
         tick = min(self.interval / 2, 1.0)

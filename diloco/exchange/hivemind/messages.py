@@ -12,13 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 #: Longest message, in bytes; checked before it is parsed.
 MAX_MESSAGE_BYTES = 256 << 10
 
-MAX_MEMBERS = 1024
+MAX_MEMBERS = 64
 MAX_FRAGMENTS = 1024
 
 Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
 Slot = Annotated[int, Field(ge=0, lt=1 << 20)]
 Fragment = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]
 Height = Annotated[int, Field(ge=0, lt=1 << 48)]
+Epoch = Annotated[int, Field(ge=0, lt=1 << 32)]
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 Weight = Annotated[float, Field(gt=0)]
 Norm = Annotated[float, Field(ge=0)]
 Peer = Annotated[str, Field(min_length=1, max_length=128)]
@@ -35,15 +37,37 @@ class _Message(BaseModel):
 
 
 class Entry(_Message):
-    """A line of the member list."""
+    """A line of the member list: who has a slot.
+
+    ``epoch``: how many had it before. ``ticket``: drawn by the trainer when it starts, so that an island that was started
+    again is not taken for the one that died. ``since``: height of the roster that granted it.
+    """
 
     slot: Slot
+    epoch: Epoch
     peer: Peer
     addresses: Addresses
+    ticket: Hash
+    since: Height
+
+
+class Roster(_Message):
+    """The member list, agreed on like the outer state: ``height`` grants were committed since the run began."""
+
+    kind: Literal["roster"] = "roster"
+    height: Height
+    lineage: Hash
+    entries: Annotated[tuple[Entry, ...], Field(max_length=MAX_MEMBERS)]
+
+
+class RosterRequest(_Message):
+    """What is your member list? From a member who heard of one that comes before its own."""
+
+    kind: Literal["roster_request"] = "roster_request"
 
 
 class Hello(_Message):
-    """A newcomer asks for a slot (-1: any), and again until all are there. ``settings`` is what all must share."""
+    """A newcomer asks for a slot (-1: any), and again until it has one. ``settings`` is what all must share."""
 
     kind: Literal["hello"] = "hello"
     run: Annotated[str, Field(max_length=256)]
@@ -52,6 +76,7 @@ class Hello(_Message):
     ]
     slot: Annotated[int, Field(ge=-1, lt=1 << 20)]
     addresses: Addresses
+    ticket: Hash
 
 
 class Wait(_Message):
@@ -63,10 +88,20 @@ class Wait(_Message):
 
 
 class Welcome(_Message):
-    """Answer to a hello: everyone is there, this is who."""
+    """Answer to a hello: you have a place, this is who takes part."""
 
     kind: Literal["welcome"] = "welcome"
-    members: Annotated[tuple[Entry, ...], Field(max_length=MAX_MEMBERS)]
+    roster: Roster
+
+
+class Queued(_Message):
+    """Answer to a hello: the run is in progress, its members are at ``addresses``: ask all of them until they have granted a
+    slot. ``reason``: why there is none yet.
+    """
+
+    kind: Literal["queued"] = "queued"
+    addresses: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=MAX_MEMBERS)]
+    reason: Text
 
 
 class Elsewhere(_Message):
@@ -96,6 +131,20 @@ class Tip(_Message):
     height: Height
     lineage: Hash
     digest: Hash
+    tokens: Count
+
+
+class Claim(_Message):
+    """What a member says of its contribution: sequences ``start`` to ``position`` of its slot, ``norm`` of its movement."""
+
+    slot: Slot
+    epoch: Epoch
+    peer: Peer
+    tokens: Annotated[int, Field(ge=1, lt=1 << 62)]
+    start: Count
+    position: Count
+    step: Count
+    norm: Norm
 
 
 class Offer(_Message):
@@ -108,20 +157,25 @@ class Offer(_Message):
     height: Height
     lineage: Hash
     attempt: Annotated[int, Field(ge=0, lt=1 << 32)]
-    weight: Weight
-    norm: Norm
+    claim: Claim
     passed: bool
 
 
 class Status(_Message):
     """Sign of life, sent at an interval and whenever it changes, and the answer to one. Replaces the member's last one.
 
-    ``incarnation`` tells one process of an island from the next, ``sequence`` the order of its messages.
+    ``incarnation`` tells one exchange process of an island from the next, ``sequence`` the order of its messages. Others wait
+    for an island that is ``starting`` or ``training``, and not for one that takes over state or whose trainer stands still.
     """
 
     kind: Literal["status"] = "status"
     incarnation: Hash
     sequence: Annotated[int, Field(ge=0)]
+    state: Literal["starting", "training", "recovering", "frozen"]
+    roster_height: Height
+    roster_lineage: Hash
+    step: Count
+    tokens_per_second: Annotated[float, Field(ge=0)]
     tips: Annotated[tuple[Tip, ...], Field(max_length=MAX_FRAGMENTS)]
     offers: Annotated[tuple[Offer, ...], Field(max_length=MAX_FRAGMENTS)]
 
@@ -132,17 +186,15 @@ class Leave(_Message):
     kind: Literal["leave"] = "leave"
 
 
-class Share(_Message):
-    """One member's part in a proposal."""
+class Excluded(_Message):
+    """A member whose contribution is left out, although it was offered, and by which rule."""
 
-    slot: Slot
-    peer: Peer
-    weight: Weight
-    norm: Norm
+    claim: Claim
+    rule: Literal["norm", "claim", "opposite", "digest"]
 
 
 class Proposal(_Message):
-    """Who takes part in one attempt of one round; ``shares`` are in slot order, the proposer's first."""
+    """Who takes part in one attempt of one round; ``claims`` are in slot order, the proposer's first, ``weights`` beside."""
 
     kind: Literal["proposal"] = "proposal"
     run: Annotated[str, Field(max_length=256)]
@@ -150,19 +202,52 @@ class Proposal(_Message):
     height: Height
     attempt: Annotated[int, Field(ge=1, lt=1 << 32)]
     lineage: Hash
-    shares: Annotated[tuple[Share, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
+    claims: Annotated[tuple[Claim, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
+    weights: Annotated[tuple[Weight, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
+    excluded: Annotated[tuple[Excluded, ...], Field(max_length=MAX_MEMBERS)]
 
     def id(self) -> bytes:
         """SHA-256 of all that it says; what contributions, votes and questions refer to."""
         return hashlib.sha256(encode(self)).digest()
 
 
+class Grant(_Message):
+    """A proposal to give a slot to a newcomer. ``voters`` are slots in order, the proposer's first."""
+
+    kind: Literal["grant"] = "grant"
+    run: Annotated[str, Field(max_length=256)]
+    height: Height
+    attempt: Annotated[int, Field(ge=1, lt=1 << 32)]
+    lineage: Hash
+    voters: Annotated[tuple[Slot, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
+    entry: Entry
+
+    def id(self) -> bytes:
+        """SHA-256 of all that it says."""
+        return hashlib.sha256(encode(self)).digest()
+
+
+class Evidence(_Message):
+    """What a reducer saw of one member's contribution in the chunks that it reduced.
+
+    ``square``: sum of its squares; ``along``: its dot product with the weighted mean.
+    """
+
+    square: Norm
+    along: float
+
+
 class Vote(_Message):
-    """The sender has the result of this proposal, and its state would be ``digest``."""
+    """The sender has the result of this proposal, and its state would be ``digest``.
+
+    ``evidence``: of each member in the proposal's order, ``mean_square``: of the mean, both in the chunks it reduced.
+    """
 
     kind: Literal["vote"] = "vote"
     proposal: Hash
     digest: Hash
+    mean_square: Norm
+    evidence: Annotated[tuple[Evidence, ...], Field(max_length=MAX_MEMBERS)]
 
 
 class Settle(_Message):
@@ -182,6 +267,8 @@ class Ballot(_Message):
 
     slot: Slot
     digest: Hash
+    mean_square: Norm
+    evidence: Annotated[tuple[Evidence, ...], Field(max_length=MAX_MEMBERS)]
 
 
 class Settled(_Message):
@@ -200,25 +287,36 @@ class ContributionHeader(_Message):
 
 
 class StateRequest(_Message):
-    """Opens a stream that asks for the agreed state of a fragment at exactly this lineage."""
+    """Opens a stream that asks for bytes ``start`` to ``stop`` of a fragment's agreed state at exactly this lineage."""
 
     kind: Literal["state_request"] = "state_request"
     fragment: Fragment
     height: Height
     lineage: Hash
+    start: Count
+    stop: Count
+
+
+class LeftOut(_Message):
+    """Whose contribution the last round left out by a rule, and which."""
+
+    slot: Slot
+    rule: Annotated[str, Field(max_length=16)]
 
 
 class StateHeader(_Message):
-    """Before the tensors of a state: the bytes of each, and who was in the round that made it."""
+    """Before the bytes of a state: how many it has in all, its ledger, and who was in the round that made it."""
 
     kind: Literal["state_header"] = "state_header"
-    sizes: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)]
+    num_bytes: Count
+    ledger: Annotated[bytes, Field(max_length=1 << 15)]
     members: Annotated[tuple[Slot, ...], Field(max_length=MAX_MEMBERS)]
     weights: Annotated[tuple[Weight, ...], Field(max_length=MAX_MEMBERS)]
+    excluded: Annotated[tuple[LeftOut, ...], Field(max_length=MAX_MEMBERS)]
 
 
-Request = Hello | Status | Leave | Proposal | Vote | Settle
-Reply = Wait | Welcome | Elsewhere | Refused | Ack | Settled | Status
+Request = Hello | Status | Leave | Proposal | Grant | Vote | Settle | RosterRequest
+Reply = Wait | Welcome | Queued | Elsewhere | Refused | Ack | Settled | Status | Roster
 Header = ContributionHeader | StateRequest | StateHeader | Refused
 Message = Request | Reply | Header
 

@@ -112,7 +112,11 @@ class Network:
         self.heard(peer)
         return reply
 
-    async def open_stream(self, peer: str, header: Header, traffic: Traffic) -> "Stream":
+    def lanes(self, peer: str) -> int:
+        """How many streams to a peer are worth having side by side."""
+        return 1
+
+    async def open_stream(self, peer: str, header: Header, traffic: Traffic, lane: int = 0) -> "Stream":
         """Open a byte stream and send its header. Raises Unreachable."""
         try:
             _, reader, writer = await self._daemon.call_binary_stream_handler(PeerID.from_base58(peer), _BULK)

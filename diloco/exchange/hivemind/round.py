@@ -2,21 +2,34 @@
 
 import asyncio
 import time
-from typing import Callable
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
+from typing import Callable, Iterator
 
 from torch import Tensor
 
-from diloco.exchange.base import RoundOutcome
-from diloco.exchange.hivemind import voting
+from diloco.exchange.base import ExchangeEvent, RoundOutcome, Work
+from diloco.exchange.hivemind import offers, voting
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
-from diloco.exchange.hivemind.catch_up import take_over, tip_to_adopt
+from diloco.exchange.hivemind.catch_up import take_over, tip_of, tip_to_adopt
 from diloco.exchange.hivemind.ipc import Committing
-from diloco.exchange.hivemind.messages import Ack, ContributionHeader, Offer, Proposal, Share, Tip
+from diloco.exchange.hivemind.messages import (
+    Ack,
+    Ballot,
+    Claim,
+    ContributionHeader,
+    Excluded,
+    LeftOut,
+    Offer,
+    Proposal,
+    StateHeader,
+    Tip,
+)
 from diloco.exchange.hivemind.network import Stream, Traffic
-from diloco.exchange.hivemind.offers import matching, shares_to_propose
 from diloco.exchange.hivemind.scatter_reduce import NotFinite, ScatterReduce
-from diloco.exchange.hivemind.surroundings import Surroundings, in_words
-from diloco.outer_state import FragmentState
+from diloco.exchange.hivemind.surroundings import LastRound, Surroundings, in_words
+from diloco.outer_state import FragmentState, Ledger
 from diloco.pseudo_gradient import Health, cosine, pseudo_gradient
 from diloco.reduction import chunk_slice, num_chunks
 
@@ -24,6 +37,7 @@ _LAGGARD_SHARE = 0.5  # of the deadline: how long a round waits for a live membe
 _PAUSE_SECONDS = 0.2  # between two attempts
 _LOOK_AGAIN_SECONDS = 1.0
 _NOT_FINITE = "own pseudo-gradient is not finite"
+_DAMAGED = "its copy of the agreed state was damaged in memory"
 
 
 class Round:
@@ -37,18 +51,22 @@ class Round:
     """
 
     def __init__(
-        self, around: Surroundings, state: FragmentState, weight: float, keep: Callable[[Attempt], None]
+        self, around: Surroundings, state: FragmentState, work: Work, keep: Callable[[Attempt], None]
     ) -> None:
-        self._around, self._state, self._weight, self._keep = around, state, weight, keep
+        self._around, self._state, self._work, self._keep = around, state, work, keep
         self.fragment, self.height, self.lineage = state.index, state.height + 1, bytes.fromhex(state.lineage)
         self.offering = False
         self._attempt: Attempt | None = None
         self._following: Attempt | None = None  # a proposal accepted while the one before it is being settled
         self._last_attempt = 0
+        self._convicted: dict[int, Excluded] = {}
+        self._disagreements = 0
+        self._damaged = False
         self._trouble = ""  # what went wrong last
         self._started = time.monotonic()
         self._deadline = self._started + around.round_deadline
         self._traffic = Traffic()
+        self._seconds: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self._health = Health(0.0, False)
         self._encoded: list[Tensor] = []
@@ -81,9 +99,8 @@ class Round:
             height=self.height,
             lineage=self.lineage,
             attempt=self._last_attempt,
-            weight=self._weight,
-            norm=self._health.norm if self._health.finite else 0.0,
-            passed=not self._health.finite,
+            claim=self._claim(),
+            passed=not self._may_count(),
         )
 
     def notice(self) -> None:
@@ -106,8 +123,15 @@ class Round:
             return f"attempt {proposal.attempt} is not later than attempt {self._last_attempt}"
         if self._following or (self._attempt and not self._attempt.frozen):
             return f"attempt {self._last_attempt} is still open"
-        if self._own_share() not in proposal.shares:
-            return "this island's share is not what it offered"
+        if self._claim() not in proposal.claims or not self._may_count():
+            return "this island's claim is not what it offered"
+        roster, ledger = self._around.membership.roster, self._state.ledger
+        for claim in proposal.claims:
+            if objection := offers.claim_objection(claim, roster, ledger):
+                return objection
+        ratio = self._around.max_weight_ratio
+        if objection := offers.proposal_objection(proposal, self._convicted, ledger.typical_norm, ratio):
+            return objection
         self._accept(proposal)
         return ""
 
@@ -119,9 +143,9 @@ class Round:
         tip = self._tip_to_adopt()
         if tip:
             return await self._catch_up(tip)
-        shares = self._shares_to_propose()
-        if shares and await self._may_go_without_others(shares):
-            return self._propose(shares)
+        selection = self._to_propose()
+        if selection and await self._may_go_without_others(selection):
+            return self._propose(selection)
         reason = self._reason_to_stop()
         return self._skipped(reason) if reason else None
 
@@ -134,51 +158,77 @@ class Round:
             pass
 
     def _offers(self) -> dict[int, Offer | None]:
-        """The other live members' offers to this round."""
-        live = self._around.membership.live()
-        return {member.slot: matching(member.offers, self.fragment, self.height, self.lineage) for member in live}
+        """The other members' offers to this round; None of one for which the round waits."""
+        found: dict[int, Offer | None] = {}
+        for member in self._around.membership.live():
+            offer = offers.matching(member.offers, self.fragment, self.height, self.lineage)
+            if offer or member.awaited:
+                found[member.slot] = offer
+        return found
+
+    def _candidates(self) -> list[Claim]:
+        """Whose contributions may count: of islands that have their slot, on sequences that were not counted before."""
+        roster, ledger = self._around.membership.roster, self._state.ledger
+        claims = [offer.claim for offer in self._offers().values() if offer and not offer.passed]
+        sound = [claim for claim in claims if not offers.claim_objection(claim, roster, ledger)]
+        return [self._claim(), *sound] if self._may_count() else sound
 
     def _tip_to_adopt(self) -> Tip | None:
-        height, digest = self._state.height, bytes.fromhex(self._state.digest)
-        own = Tip(fragment=self.fragment, height=height, lineage=self.lineage, digest=digest)
-        tips = {member.slot: member.tips.get(self.fragment) for member in self._around.membership.live()}
-        return tip_to_adopt(own, {slot: tip for slot, tip in tips.items() if tip})
+        live = self._around.membership.live()
+        tips = {member.slot: tip for member in live if (tip := member.tips.get(self.fragment))}
+        return tip_to_adopt(None if self._damaged else tip_of(self._state), tips)
 
-    def _shares_to_propose(self) -> tuple[Share, ...]:
-        if not self._health.finite:
-            return ()
-        peers = {slot: member.peer for slot, member in self._around.membership.members.items()}
+    def _to_propose(self) -> offers.Selection | None:
+        """What this island has to propose now, if it is the one to do so: the first of those who take part."""
         patient = time.monotonic() < self._started + _LAGGARD_SHARE * self._around.round_deadline
-        return shares_to_propose(self._own_share(), peers, self._offers(), patient, self._around.min_islands)
+        if patient and not all(self._offers().values()):
+            return None
+        typical = self._state.ledger.typical_norm
+        selection = offers.select(self._candidates(), self._convicted, typical, self._around.max_weight_ratio)
+        if selection is None or selection.claims[0].slot != self._around.membership.slot:
+            return None
+        return selection if len(selection.claims) >= self._around.min_islands else None
 
-    async def _may_go_without_others(self, shares: tuple[Share, ...]) -> bool:
+    async def _may_go_without_others(self, selection: offers.Selection) -> bool:
         """Ask the live members that the proposal would not name where they stand, and see whether it is still right.
 
         An island that stood still for a while knows only what the others said before: without this it would take them
         for late, go on without them, and split the swarm.
         """
-        named = {share.slot for share in shares}
+        named = {claim.slot for claim in selection.claims}
         unnamed = [member for member in self._around.membership.live() if member.slot not in named]
         answers = await asyncio.gather(*(self._around.membership.exchange_status(member) for member in unnamed))
-        still = not self._attempt and not self._tip_to_adopt() and self._shares_to_propose() == shares
-        return still and all(answers)
+        known = all(answer or not member.awaited for answer, member in zip(answers, unnamed, strict=True))
+        return known and not self._attempt and not self._tip_to_adopt() and self._to_propose() == selection
 
     def _reason_to_stop(self) -> str:
-        offers = self._offers()
-        if not self._health.finite and all(offer and offer.passed for offer in offers.values()):
-            return _NOT_FINITE
-        if len(offers) + 1 < self._around.min_islands:
-            reason = f"{len(offers) + 1} islands are there and exchange.min_islands={self._around.min_islands}"
+        standing = self._offers()
+        if not self._may_count() and all(offer and offer.passed for offer in standing.values()):
+            return self._why_not()
+        if len(standing) + 1 < self._around.min_islands:
+            reason = f"{len(standing) + 1} islands are there and exchange.min_islands={self._around.min_islands}"
             return f"{reason}; {self._trouble}" if self._trouble else reason
         if time.monotonic() < self._deadline:
             return ""
-        silent = [slot for slot, offer in offers.items() if not offer]
+        silent = [slot for slot, offer in standing.items() if not offer]
         waited = f"islands {silent} offered nothing within {self._around.round_deadline:g} s"
-        return self._trouble or (waited if self._health.finite else _NOT_FINITE)
+        return self._trouble or (waited if self._may_count() else self._why_not())
+
+    def _may_count(self) -> bool:
+        """Whether this island's own contribution may count at all."""
+        return self._health.finite and not self._damaged and not self._why_not()
+
+    def _why_not(self) -> str:
+        if not self._health.finite:
+            return _NOT_FINITE
+        membership = self._around.membership
+        if membership.slot in self._convicted:
+            return offers.rules_in_words([self._convicted[membership.slot]])[0]
+        return offers.claim_objection(self._claim(), membership.roster, self._state.ledger)
 
     # -- one attempt ---------------------------------------------------------------------------------------------------
 
-    def _propose(self, shares: tuple[Share, ...]) -> None:
+    def _propose(self, selection: offers.Selection) -> None:
         known = [offer.attempt for offer in self._offers().values() if offer]
         proposal = Proposal(
             run=self._around.run,
@@ -186,11 +236,13 @@ class Round:
             height=self.height,
             attempt=max([self._last_attempt, *known]) + 1,
             lineage=self.lineage,
-            shares=shares,
+            claims=selection.claims,
+            weights=selection.weights,
+            excluded=selection.excluded,
         )
         attempt = self._accept(proposal)
-        for share in attempt.others:
-            self._around.background(self._send_proposal(attempt, share.slot))
+        for slot in attempt.others:
+            self._around.background(self._send_proposal(attempt, slot))
 
     async def _send_proposal(self, attempt: Attempt, slot: int) -> None:
         reply = await self._around.call(slot, attempt.proposal, self._around.membership.peer_timeout)
@@ -204,12 +256,15 @@ class Round:
             self._encoded,
             self._state.numel,
             self._state.dtype,
-            [share.weight for share in proposal.shares],
-            proposal.shares.index(self._own_share()),
+            proposal.weights,
+            proposal.claims.index(self._claim()),
             self._traffic,
             lambda position: self._open_stream(proposal, position),
         )
-        attempt = Attempt(proposal, self._around.membership.slot, transfer)
+        members = [claim.slot for claim in proposal.claims]
+        attempt = Attempt(
+            proposal, members, self._around.membership.slot, transfer, partial(offers.judge, proposal, self._state.numel)
+        )
         if self._attempt:
             self._following = attempt
         else:
@@ -220,20 +275,22 @@ class Round:
 
     async def _open_stream(self, proposal: Proposal, position: int) -> Stream:
         header = ContributionHeader(proposal=proposal.id())
-        return await self._around.network.open_stream(proposal.shares[position].peer, header, self._traffic)
+        return await self._around.network.open_stream(proposal.claims[position].peer, header, self._traffic)
 
     async def _try(self, attempt: Attempt) -> RoundOutcome | None:
-        try:
-            await self._transfer_and_vote(attempt)
-            return self._commit(attempt)
-        except AttemptFailed as error:
-            failure = error
-        except NotFinite as error:
-            failure = AttemptFailed(str(error), final=True)
-        except (OSError, EOFError, ValueError) as error:
-            failure = AttemptFailed(f"{type(error).__name__}: {error}")
-        if await voting.settle(self._around, attempt, failure):
-            return self._commit(attempt)
+        with self._timed("transfer"):
+            try:
+                await self._transfer_and_vote(attempt)
+                return self._commit(attempt)
+            except AttemptFailed as error:
+                failure = error
+            except NotFinite as error:
+                failure = AttemptFailed(str(error), final=True)
+            except (OSError, EOFError, ValueError) as error:
+                failure = AttemptFailed(f"{type(error).__name__}: {error}")
+            if await voting.settle(self._around, attempt, failure):
+                return self._commit(attempt)
+        failure = await self._learn_from(attempt, failure)
         attempt.transfer = None
         self._trouble = failure.reason
         self._attempt, self._following = self._following, None
@@ -244,6 +301,27 @@ class Round:
         self.notice()
         return None
 
+    async def _learn_from(self, attempt: Attempt, failure: AttemptFailed) -> AttemptFailed:
+        """What a vote that did not lead to a commit tells about the members, for the next attempt."""
+        ballots = attempt.ballots
+        if len(ballots) < len(attempt.members):
+            return failure
+        if objection := attempt.objection():
+            self._convict([objection])
+        elif not attempt.unanimous():
+            self._disagreements += 1
+            if not await asyncio.to_thread(self._state.is_intact):
+                self._damaged, self._convicted = True, {}
+                self._around.report(ExchangeEvent("damaged", f"fragment {self.fragment}: {_DAMAGED}; taking it over again"))
+            elif self._disagreements > 1:
+                odd = offers.odd_ones(attempt.proposal, ballots)
+                self._convict(odd)
+                return failure if odd else AttemptFailed(failure.reason, final=True)
+        return failure
+
+    def _convict(self, found: list[Excluded]) -> None:
+        self._convicted |= {each.claim.slot: each for each in found}
+
     async def _transfer_and_vote(self, attempt: Attempt) -> None:
         """Up to where nothing but the swap is missing. What runs in a thread is waited for, never abandoned."""
         overdue = asyncio.get_running_loop().call_later(
@@ -253,8 +331,12 @@ class Round:
         )
         try:
             mean = await attempt.unless_failed(attempt.transfer.run())
-            digest = await asyncio.to_thread(self._stage, mean)
-            await attempt.unless_failed(voting.cast_vote(self._around, attempt, bytes.fromhex(digest)))
+            digest = await asyncio.to_thread(self._stage, attempt.proposal, mean)
+            mean_square, evidence = attempt.transfer.evidence()
+            ballot = Ballot(
+                slot=attempt.slot, digest=bytes.fromhex(digest), mean_square=mean_square, evidence=evidence
+            )
+            await attempt.unless_failed(voting.cast_vote(self._around, attempt, ballot))
         finally:
             overdue.cancel()
 
@@ -263,20 +345,16 @@ class Round:
     def _commit(self, attempt: Attempt) -> RoundOutcome:
         """Nothing in here waits, so no message can come between the decision and the swap."""
         attempt.committed, attempt.transfer, self._attempt = True, None, None
-        shares = attempt.proposal.shares
-        outcome = self._outcome(
-            "committed",
-            height=self.height,
-            members=tuple(share.slot for share in shares),
-            weights=tuple(share.weight for share in shares),
-            digest=attempt.ballots[attempt.slot].hex(),
-            cosine=self._cosine,
-        )
-        self._swap(outcome)
-        return outcome
+        proposal = attempt.proposal
+        for told in offers.rules_in_words(proposal.excluded):
+            self._around.report(ExchangeEvent("excluded", told))
+        excluded = tuple(LeftOut(slot=each.claim.slot, rule=each.rule) for each in proposal.excluded)
+        last = LastRound(attempt.members, proposal.weights, excluded)
+        return self._swap("committed", last, cosine=self._cosine)
 
     async def _catch_up(self, tip: Tip) -> RoundOutcome | None:
-        taken = await take_over(self._around, self._state, tip, self._traffic, self._deadline)
+        with self._timed("recovering"):
+            taken = await take_over(self._around, self._state, tip, self._traffic, self._deadline)
         if isinstance(taken, str):
             self._trouble = f"at height {self._state.height}, the others at {tip.height}, and no state came: {taken}"
             if time.monotonic() >= self._deadline:
@@ -284,38 +362,66 @@ class Round:
             await asyncio.sleep(_PAUSE_SECONDS)
             self.notice()
             return None
-        why = self._trouble if self._health.finite else _NOT_FINITE
-        outcome = self._outcome(
-            "left_out",
-            height=tip.height,
-            members=taken.members,
-            weights=taken.weights,
-            reason=f"the others committed height {tip.height} without this island" + (f": {why}" if why else ""),
-            digest=tip.digest.hex(),
-        )
-        self._swap(outcome)
-        return outcome
+        last = LastRound(taken.members, taken.weights, taken.excluded)
+        if self._was_counted(taken):
+            return self._swap("committed", last)
+        rules = [each.rule for each in taken.excluded if each.slot == self._around.membership.slot]
+        why = _DAMAGED if self._damaged else f"by the rule {rules[0]!r}" if rules else self._trouble or self._why_not()
+        reason = f"the others committed height {tip.height} without this island" + (f": {why}" if why else "")
+        return self._swap("left_out", last, reason=reason, rejected=bool(rules) or self._damaged)
 
-    def _swap(self, outcome: RoundOutcome) -> None:
+    def _was_counted(self, taken: StateHeader) -> bool:
+        """Whether the state taken over holds this island's contribution: it voted, and did not hear what came of it."""
+        ledger = offers.ledger_of(taken)
+        return not self._damaged and ledger.positions[self._around.membership.slot] == self._work.position
+
+    def _swap(self, kind: str, last: LastRound, **details: object) -> RoundOutcome:
+        staged = self._state.staged
+        outcome = self._outcome(
+            kind,
+            staged.height,
+            staged.ledger,
+            members=last.members,
+            weights=last.weights,
+            digest=staged.digest,
+            **details,
+        )
         self._around.report(Committing(outcome))
         self._state.commit()
-        self._around.last_round[self.fragment] = (outcome.members, outcome.weights)
+        self._around.last_round[self.fragment] = last
         self._around.membership.publish()
+        return outcome
 
     def _skipped(self, reason: str) -> RoundOutcome:
-        return self._outcome("skipped", height=self._state.height, reason=reason)
+        return self._outcome("skipped", self._state.height, self._state.ledger, reason=reason)
 
-    def _outcome(self, kind: str, height: int, **details: object) -> RoundOutcome:
+    def _outcome(self, kind: str, height: int, ledger: Ledger, **details: object) -> RoundOutcome:
+        seconds = time.monotonic() - self._started
+        transfer, recovering = self._seconds["transfer"], self._seconds["recovering"]
         return RoundOutcome(
             kind,
             self.fragment,
             height,
             bytes_sent=self._traffic.sent,
             bytes_received=self._traffic.received,
-            exchange_seconds=time.monotonic() - self._started,
+            exchange_seconds=seconds,
             pseudo_gradient_norm=self._health.norm,
+            position=ledger.positions[self._around.membership.slot],
+            step=ledger.step,
+            tokens=ledger.tokens,
+            waiting_seconds=max(0.0, seconds - transfer - recovering),
+            transfer_seconds=transfer,
+            recovering_seconds=recovering,
             **details,
         )
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[what] += time.monotonic() - started
 
     # -- work for a thread ---------------------------------------------------------------------------------------------
 
@@ -327,12 +433,19 @@ class Round:
             self._encoded = [self._around.codec.encode(state.local[piece]) for piece in pieces]
         return health
 
-    def _stage(self, mean: Tensor) -> str:
+    def _stage(self, proposal: Proposal, mean: Tensor) -> str:
         self._cosine = cosine(self._state.local, mean)
-        return self._state.stage(mean)
+        return self._state.stage(mean, offers.counted(proposal.claims))
 
-    def _own_share(self) -> Share:
-        membership = self._around.membership
-        return Share(
-            slot=membership.slot, peer=self._around.network.peer, weight=self._weight, norm=self._health.norm
+    def _claim(self) -> Claim:
+        own, work = self._around.membership.own, self._work
+        return Claim(
+            slot=own.slot,
+            epoch=own.epoch,
+            peer=own.peer,
+            tokens=work.tokens,
+            start=work.start,
+            position=work.position,
+            step=work.step,
+            norm=self._health.norm if self._health.finite else 0.0,
         )

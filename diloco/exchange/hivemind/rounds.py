@@ -1,26 +1,30 @@
 """All rounds of this island, and what it answers to the other members."""
 
 import asyncio
+import time
 from collections import OrderedDict
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Literal
 
-from diloco.exchange.base import RoundOutcome
+from diloco.exchange.base import RoundOutcome, Work
 from diloco.exchange.hivemind import messages
 from diloco.exchange.hivemind.attempt import Attempt
-from diloco.exchange.hivemind.catch_up import serve_state
+from diloco.exchange.hivemind.catch_up import tip_of
+from diloco.exchange.hivemind.donations import Donations
+from diloco.exchange.hivemind.granting import Granting
 from diloco.exchange.hivemind.ipc import Ended
 from diloco.exchange.hivemind.membership import Member
 from diloco.exchange.hivemind.messages import (
     Ack,
     Ballot,
     ContributionHeader,
+    Grant,
     Header,
     Leave,
-    Offer,
     Proposal,
     Refused,
     Reply,
     Request,
+    RosterRequest,
     Settle,
     Settled,
     StateRequest,
@@ -29,38 +33,66 @@ from diloco.exchange.hivemind.messages import (
     Vote,
 )
 from diloco.exchange.hivemind.network import Stream
+from diloco.exchange.hivemind.offers import matching
 from diloco.exchange.hivemind.round import Round
-from diloco.exchange.hivemind.surroundings import Surroundings
-from diloco.outer_state import OuterState
+from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
+from diloco.outer_state import FragmentState, OuterState
 
 _ATTEMPTS_KEPT = 64
-_DONATIONS_AT_ONCE = 2
+_TRAINER_LOOK_SECONDS = 0.5
 
 
 class Rounds:
-    """Launches rounds and passes every message of a member to the round that it is about."""
+    """Launches rounds and passes every message of a member to the round that it is about.
 
-    def __init__(self, around: Surroundings, state: OuterState, end: Callable[[Ended], None]) -> None:
-        self._around, self._state, self._end = around, state, end
+    Attributes:
+        granting: what newcomers ask, and members vote on.
+    """
+
+    def __init__(
+        self, around: Surroundings, state: OuterState, max_slots: int, end: Callable[[Ended], None], started: bool
+    ) -> None:
+        self._around, self._state, self._end, self._started = around, state, end, started
         self._rounds: dict[int, Round] = {}
         self._attempts: OrderedDict[bytes, Attempt] = OrderedDict()
         self._given_up: OrderedDict[bytes, None] = OrderedDict()
-        self._launched: set[int] = set()
         self._new_attempt = asyncio.Event()
-        self._donations = asyncio.Semaphore(_DONATIONS_AT_ONCE)
-        around.membership.standing = lambda: (self._tips(), self._offers())
+        self._donations = Donations()
+        self._late = around.membership.own.since > 0
+        self._frozen = False
+        self.granting = Granting(around, max_slots, self._keep)
+        around.membership.make_status = self._status
         around.membership.on_change = self._notice
         around.membership.on_lost = self._member_lost
 
-    async def launch(self, fragment: int, weight: float) -> None:
+    def start(self) -> None:
+        """The trainer's outer state is the one that it trains on: from now on others may rely on it."""
+        self._started = True
+        self._around.membership.publish()
+
+    async def launch(self, fragment: int, work: Work) -> None:
         """Run the next round of a fragment to its end, and report it."""
         state = self._state.fragments[fragment]
-        self._launched.add(fragment)
-        current = self._rounds[fragment] = Round(self._around, state, weight, self._keep)
+        self._state.called[fragment] = 0
+        current = self._rounds[fragment] = Round(self._around, state, work, self._keep)
         outcome: RoundOutcome = await current.run()
         del self._rounds[fragment]
         self._around.membership.publish()
         self._end(Ended(outcome))
+
+    async def watch_trainer(self) -> None:
+        """Notice for ever whether the trainer stands still (stopped, swapped out): others need not wait for it then."""
+        beat, last = int(self._state.beat), time.monotonic()
+        while True:
+            await asyncio.sleep(_TRAINER_LOOK_SECONDS)
+            self._donations.forget_unused()
+            now = time.monotonic()
+            if int(self._state.beat) != beat:
+                beat, last = int(self._state.beat), now
+            frozen = now - last > self._around.membership.peer_timeout
+            if frozen != self._frozen:
+                self._frozen = frozen
+                self._around.membership.publish()
 
     async def answer(self, member: Member, request: Request) -> Reply:
         """What a member is answered."""
@@ -73,12 +105,12 @@ class Rounds:
                 return Ack()
             case Proposal():
                 return self._consider(member, request)
+            case Grant():
+                return self._consider_grant(member, request)
             case Vote():
-                attempt = self._attempts.get(request.proposal)
-                if attempt is None or not attempt.names(member.slot):
-                    return Refused(reason="no such proposal is open here")
-                taken = attempt.vote(member.slot, request.digest)
-                return Ack() if taken else Refused(reason="this island has given that attempt up")
+                return self._take_vote(member, request)
+            case RosterRequest():
+                return self._around.membership.roster.to_message()
             case Settle():
                 return self._settle(member, request)
             case _:
@@ -90,9 +122,8 @@ class Rounds:
             case ContributionHeader():
                 await self._take_contribution(member, header.proposal, stream)
             case StateRequest() if header.fragment < len(self._state.fragments):
-                members, weights = self._around.last_round.get(header.fragment, ((), ()))
-                async with self._donations:
-                    await serve_state(stream, header, self._state.fragments[header.fragment], members, weights)
+                last = self._around.last_round.get(header.fragment, LastRound())
+                await self._donations.serve(stream, header, self._state.fragments[header.fragment], last)
             case _:
                 raise messages.BadMessage(f"{header.kind!r} opens no stream")
 
@@ -119,13 +150,11 @@ class Rounds:
 
     def _consider(self, member: Member, proposal: Proposal) -> Reply:
         current = self._rounds.get(proposal.fragment)
-        roster = {other.slot: other.peer for other in self._around.membership.members.values()}
-        roster[self._around.membership.slot] = self._around.network.peer
-        slots = [share.slot for share in proposal.shares]
+        slots = [claim.slot for claim in proposal.claims]
         if proposal.run != self._around.run:
             return Refused(reason=f"this is run {self._around.run!r}")
-        if slots != sorted(set(slots)) or any(roster.get(share.slot) != share.peer for share in proposal.shares):
-            return Refused(reason="its members are not those of the member list, in slot order")
+        if slots != sorted(set(slots)) or len(slots) != len(proposal.weights):
+            return Refused(reason="its members are not in slot order, or have no weight each")
         if slots[0] != member.slot:
             return Refused(reason="only the first of its members may make a proposal")
         if proposal.id() in self._given_up:
@@ -135,6 +164,23 @@ class Rounds:
         reason = current.consider(proposal)
         return Refused(reason=reason) if reason else Ack()
 
+    def _consider_grant(self, member: Member, grant: Grant) -> Reply:
+        if grant.run != self._around.run or grant.voters[0] != member.slot:
+            return Refused(reason="only the first of its voters may propose a grant, in its own run")
+        if grant.id() in self._given_up:
+            return Refused(reason="this island has given that attempt up")
+        reason = self.granting.consider(grant)
+        return Refused(reason=reason) if reason else Ack()
+
+    def _take_vote(self, member: Member, vote: Vote) -> Reply:
+        attempt = self._attempts.get(vote.proposal)
+        if attempt is None or not attempt.names(member.slot):
+            return Refused(reason="no such proposal is open here")
+        ballot = Ballot(
+            slot=member.slot, digest=vote.digest, mean_square=vote.mean_square, evidence=vote.evidence
+        )
+        return Ack() if attempt.vote(ballot) else Refused(reason="this island has given that attempt up")
+
     def _settle(self, member: Member, question: Settle) -> Reply:
         attempt = self._attempts.get(question.proposal)
         if attempt is None:
@@ -143,28 +189,48 @@ class Rounds:
         if not attempt.names(member.slot):
             return Refused(reason="it takes no part in that proposal")
         attempt.fail(f"island {member.slot} gave up: {question.reason}", question.final)
-        ballots = tuple(Ballot(slot=slot, digest=digest) for slot, digest in sorted(attempt.ballots.items()))
+        ballots = tuple(attempt.ballots[slot] for slot in sorted(attempt.ballots))
         return Settled(committed=attempt.committed, ballots=ballots)
 
     def _keep(self, attempt: Attempt) -> None:
         _remember(self._attempts, attempt.id, attempt)
         self._new_attempt.set()
 
-    def _tips(self) -> Iterator[Tip]:
-        for fragment in self._state.fragments:
-            # Before its first launch the trainer may still be writing a fragment's first anchor.
-            if fragment.index in self._launched or fragment.height:
-                lineage, digest = bytes.fromhex(fragment.lineage), bytes.fromhex(fragment.digest)
-                yield Tip(fragment=fragment.index, height=fragment.height, lineage=lineage, digest=digest)
+    def _status(self, sequence: int, incarnation: bytes) -> Status:
+        roster = self._around.membership.roster
+        return Status(
+            incarnation=incarnation,
+            sequence=sequence,
+            state=self._standing(),
+            roster_height=roster.height,
+            roster_lineage=roster.lineage,
+            step=int(self._state.step),
+            tokens_per_second=max(0.0, float(self._state.tokens_per_second)),
+            tips=tuple(self._tips()),
+            offers=tuple(current.offer() for current in self._rounds.values() if current.offering),
+        )
 
-    def _offers(self) -> Iterator[Offer]:
-        return (current.offer() for current in self._rounds.values() if current.offering)
+    def _standing(self) -> Literal["starting", "training", "recovering", "frozen"]:
+        if not self._started:
+            return "recovering" if self._late else "starting"
+        return "frozen" if self._frozen else "training"
+
+    def _tips(self) -> Iterator[Tip]:
+        """None before the trainer has started: it may still be writing the first anchor, or taking over another."""
+        return (tip_of(state) for state in self._state.fragments if self._started)
 
     def _notice(self) -> None:
+        for state in self._state.fragments if self._started else ():
+            self._state.called[state.index] = int(state.index not in self._rounds and self._is_called(state))
         for current in self._rounds.values():
             current.notice()
 
+    def _is_called(self, state: FragmentState) -> bool:
+        next_round = (state.index, state.height + 1, bytes.fromhex(state.lineage))
+        return any(matching(member.offers, *next_round) for member in self._around.membership.live())
+
     def _member_lost(self, member: Member, reason: str) -> None:
+        self.granting.member_lost(member.slot, reason)
         for current in self._rounds.values():
             current.member_lost(member.slot, reason)
 

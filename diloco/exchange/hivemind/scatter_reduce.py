@@ -9,8 +9,9 @@ from typing import Awaitable, Callable, Coroutine, Sequence
 import torch
 from torch import Tensor
 
+from diloco.exchange.hivemind.messages import Evidence
 from diloco.exchange.hivemind.network import Stream, Traffic
-from diloco.reduction import Codec, chunk_slice, reduce_chunk, reducer_chunks
+from diloco.reduction import Codec, Seen, chunk_slice, reduce_chunk, reducer_chunks
 
 
 class NotFinite(ValueError):
@@ -44,6 +45,7 @@ class ScatterReduce:
         self._mean = torch.empty(numel, dtype=dtype)
         self._inbox: dict[int, list[Tensor | None]] = {chunk: [None] * len(weights) for chunk in self._own}
         self._served: set[int] = set()
+        self._seen = Seen(len(weights))
         loop = asyncio.get_running_loop()
         self._full: dict[int, asyncio.Future[None]] = {chunk: loop.create_future() for chunk in self._own}
         self._reduced: dict[int, asyncio.Future[Tensor]] = {chunk: loop.create_future() for chunk in self._own}
@@ -60,6 +62,11 @@ class ScatterReduce:
         partners = [at for at in range(len(self._weights)) if at != self._position and self._chunks_of(at)]
         await all_or_none([self._reduce_own(), *(self._trade_with(at) for at in partners)])
         return self._mean
+
+    def evidence(self) -> tuple[float, tuple[Evidence, ...]]:
+        """What this member saw in the chunks that it reduced: the mean's square, and of each member in order."""
+        pairs = zip(self._seen.squares, self._seen.alongs, strict=True)
+        return self._seen.mean_square, tuple(Evidence(square=square, along=along) for square, along in pairs)
 
     async def serve(self, position: int, stream: Stream) -> None:
         """The other end of a member's stream: take its chunks of this member's share, give the means.
@@ -115,7 +122,8 @@ class ScatterReduce:
             self._full[chunk].set_result(None)
 
     def _reduce(self, chunk: int, contributions: list[Tensor]) -> Tensor:
-        return reduce_chunk(self._codec, contributions, self._weights, self._chunk_numel(chunk), self._dtype)
+        numel = self._chunk_numel(chunk)
+        return reduce_chunk(self._codec, contributions, self._weights, numel, self._dtype, self._seen)
 
     def _apply(self, chunk: int, encoded: Tensor) -> None:
         values = self._codec.decode(encoded, self._chunk_numel(chunk), self._dtype)

@@ -18,7 +18,6 @@ _OWN_AFFAIR = {
     "swarm.identity_file",
     "swarm.public",
     "swarm.join_timeout",
-    "swarm.islands",
     "train.micro_batch_size",
     "train.precision",
 }
@@ -30,12 +29,14 @@ _MOST_NAMED = 5
 def shared_settings(config: RunConfig, schema: str) -> dict[str, str]:
     """Every key that must be equal on all islands, flattened, with its value as JSON; long values as their hash.
 
-    How an island divides its work and where it keeps its files is its own affair and not in here.
+    How an island divides its work and where it keeps its files is its own affair and not in here. Nor is how many islands
+    it waits for, except where rounds go by the clock: then the end of the run is counted in the tokens of that many.
     """
+    own_affair = _OWN_AFFAIR if isinstance(config.outer.sync_every, str) else _OWN_AFFAIR | {"swarm.islands"}
     settings = {
         key: json.dumps(value)
         for key, value in _flatten(config.model_dump(), "")
-        if key not in _OWN_AFFAIR and not key.startswith(_OWN_SECTIONS)
+        if key not in own_affair and not key.startswith(_OWN_SECTIONS)
     }
     settings["model schema"] = f"sha256 {hashlib.sha256(schema.encode()).hexdigest()}"
     return {key: value if len(value) <= _LONGEST_VALUE else _hashed(value) for key, value in settings.items()}

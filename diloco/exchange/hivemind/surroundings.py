@@ -6,9 +6,18 @@ from typing import Callable, Coroutine
 from diloco.exchange.base import ExchangeEvent
 from diloco.exchange.hivemind.ipc import Committing
 from diloco.exchange.hivemind.membership import Membership
-from diloco.exchange.hivemind.messages import Reply, Request
+from diloco.exchange.hivemind.messages import LeftOut, Reply, Request
 from diloco.exchange.hivemind.network import Network, Unreachable
 from diloco.reduction import Codec
+
+
+@dataclass(frozen=True)
+class LastRound:
+    """Who was in the round that made the agreed state of a fragment."""
+
+    members: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    excluded: tuple[LeftOut, ...] = ()
 
 
 @dataclass
@@ -16,9 +25,10 @@ class Surroundings:
     """What every round of an island uses.
 
     Attributes:
+        max_weight_ratio: see the configuration.
         report: to the trainer.
         background: runs something that nobody waits for.
-        last_round: members and weights of the last committed round, by fragment.
+        last_round: of each fragment.
     """
 
     run: str
@@ -27,13 +37,16 @@ class Surroundings:
     codec: Codec
     round_deadline: float
     min_islands: int
+    max_weight_ratio: float
     report: Callable[[Committing | ExchangeEvent], None]
     background: Callable[[Coroutine[None, None, object]], None]
-    last_round: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=dict)
+    last_round: dict[int, LastRound] = field(default_factory=dict)
 
     async def call(self, slot: int, request: Request, timeout: float) -> Reply | str:
         """A member's reply, or in words why there is none; one where nothing listens any more is counted as gone."""
-        member = self.membership.members[slot]
+        member = self.membership.members.get(slot)
+        if member is None:
+            return "it is no member any more"
         try:
             return await self.network.call(member.peer, request, timeout)
         except Unreachable as error:

@@ -1,0 +1,76 @@
+"""A newcomer's way from its slot to the swarm's state: nothing counts it before it has all of it."""
+
+import asyncio
+import time
+from statistics import median
+from typing import Callable
+
+from diloco.exchange.base import JoinError, Seat
+from diloco.exchange.hivemind.catch_up import take_over, tip_of, tip_to_adopt
+from diloco.exchange.hivemind.messages import Tip
+from diloco.exchange.hivemind.network import Traffic
+from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
+from diloco.outer_state import FragmentState, OuterState
+
+_PAUSE_SECONDS = 0.25
+
+
+async def take_over_all(
+    around: Surroundings, state: OuterState, patience: float, tell: Callable[[int, int, int], None]
+) -> None:
+    """Take the agreed state of every fragment from the members, until all of it is what the swarm stands on.
+
+    Args:
+        patience: seconds without any progress until it is given up.
+        tell: called with fragment, bytes that came, bytes in all.
+
+    Raises:
+        JoinError: no member has the state, or gives it.
+    """
+    taken: set[int] = set()
+    problem, progress = "no member has any state yet", time.monotonic()
+
+    def came(fragment: int, done: int, total: int) -> None:
+        nonlocal progress
+        progress = time.monotonic()
+        tell(fragment, done, total)
+
+    while time.monotonic() < progress + patience:
+        await asyncio.gather(*(around.membership.exchange_status(member) for member in around.membership.live()))
+        wanted = [(part, tip) for part in state.fragments if (tip := _tip(around, part, part.index in taken))]
+        if not wanted and len(taken) == len(state.fragments):
+            return
+        for part, tip in wanted:
+            deadline = time.monotonic() + max(patience, around.round_deadline)
+            header = await take_over(
+                around, part, tip, Traffic(), deadline, lambda done, total: came(part.index, done, total)
+            )
+            if isinstance(header, str):
+                problem = header
+                continue
+            part.commit()
+            around.last_round[part.index] = LastRound(header.members, header.weights, header.excluded)
+            taken.add(part.index)
+            progress = time.monotonic()
+        await asyncio.sleep(0 if wanted else _PAUSE_SECONDS)
+    raise JoinError(f"this island has slot {around.membership.slot}, and got no state within {patience:g} s: {problem}")
+
+
+def late_seat(around: Surroundings, state: OuterState, address: str) -> Seat:
+    """Where an island that took over the state begins: at the members' step, behind all that its slot has counted."""
+    own, ledgers = around.membership.own, [part.ledger for part in state.fragments]
+    steps = [member.status.step for member in around.membership.awaited() if member.status]
+    return Seat(
+        own.slot,
+        address,
+        own.epoch,
+        position=max(ledger.positions[own.slot] for ledger in ledgers),
+        step=max([*(ledger.step for ledger in ledgers), int(median(steps)) if steps else 0]),
+        tokens=max(ledger.tokens for ledger in ledgers),
+        late=True,
+    )
+
+
+def _tip(around: Surroundings, part: FragmentState, has_own: bool) -> Tip | None:
+    live = around.membership.live()
+    return tip_to_adopt(tip_of(part) if has_own else None, {member.slot: tip for member in live if (tip := member.tips.get(part.index))})
