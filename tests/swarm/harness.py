@@ -5,9 +5,12 @@ leaves a file when it has fired, so that a test can prove that it did.
 """
 
 import asyncio
+import inspect
 import multiprocessing
 import os
+import re
 import signal
+import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -73,7 +76,7 @@ class Trainer:
 
     def join(self) -> Any:
         """The seat."""
-        seat = self._exchange.join()
+        seat = self._seat = self._exchange.join()
         self._done = {fragment: seat.position for fragment in range(len(self._state.fragments))}
         self._offered = dict(self._done)
         self._exchange.started()
@@ -96,6 +99,14 @@ class Trainer:
             self._done[fragment] = self._offered[fragment]
         return outcome
 
+    def address(self) -> str:
+        """Where others can join through it."""
+        return self._seat.address
+
+    def progress(self, step: int, speed: float) -> None:
+        """Tell the others how far it is."""
+        self._exchange.progress(step, speed)
+
     def damage(self, fragment: int) -> None:
         """Flip a bit of the agreed anchor, as bad memory does."""
         self._state.fragments[fragment].anchor.view(torch.uint8)[2] ^= 1
@@ -112,6 +123,7 @@ class Trainer:
             "height": state.height,
             "digest": state.digest,
             "lineage": state.lineage,
+            "ledger": state.ledger,
             "tensors": {name: tensor.numpy().copy() for name, tensor in tensors.items()},
         }
 
@@ -128,7 +140,7 @@ class Island:
     """
 
     def __init__(self, folder: Path, raw: dict[str, Any], sizes: list[int]) -> None:
-        self._faults = folder
+        self._faults, self._log = folder, folder / "log.txt"
         folder.mkdir(parents=True)
         self._pipe, theirs = _context.Pipe()
         self._process = _context.Process(target=_trainer_main, args=(theirs, raw, sizes, str(folder)))
@@ -166,6 +178,19 @@ class Island:
     def arm(self, fault: str) -> None:
         """Have a fault of :func:`exchange_with_faults` happen at the next occasion."""
         (self._faults / fault).touch()
+
+    def disarm(self, fault: str) -> None:
+        """Have it not happen any more."""
+        (self._faults / fault).unlink(missing_ok=True)
+
+    def fired(self, fault: str) -> bool:
+        """Whether it has happened."""
+        return (self._faults / f"{fault}.fired").exists()
+
+    def address(self) -> str:
+        """What the first island prints for the others; empty before it does."""
+        found = re.search(r"initial_peers=\[(.+)\]", self._log.read_text()) if self._log.exists() else None
+        return found[1] if found else ""
 
     def wait_until_fired(self, fault: str) -> None:
         """Wait for an armed fault to happen."""
@@ -290,6 +315,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _trainer_main(pipe: Connection, raw: dict[str, Any], sizes: list[int], faults: str) -> None:
+    sys.stderr = open(Path(faults) / "log.txt", "w", buffering=1)
     trainer = Trainer(raw, sizes, faults)
     while True:
         try:
@@ -311,6 +337,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
     ``hang_in_transfer``: the first tensor is sent by half a round, and then nothing more.
     ``hang_before_vote``: the result is staged, and no vote is sent.
     ``lose_vote_to_<slot>``: the vote for that member gets lost, once.
+    ``hang_donation``: half a part of the state is served, and then nothing more.
     ``garbage_to_<slot>``: :func:`throw_garbage` at that member, in place of a vote for it.
     """
     os.environ["HIVEMIND_LOGLEVEL"] = "CRITICAL"  # as process.main does, before hivemind is imported
@@ -327,13 +354,20 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
         armed.rename(folder / f"{fault}.fired")
         return True
 
-    send_tensor, cast_vote, call = Stream.send_tensor, voting.cast_vote, Surroundings.call
+    send_tensor, send_plain = Stream.send_tensor, Stream.send_plain
+    cast_vote, call = voting.cast_vote, Surroundings.call
 
     async def send_tensor_or_hang(self: Stream, values: Tensor) -> None:
         if fires("hang_in_transfer"):
             await self.send_plain(values[: values.numel() // 2])
             await asyncio.Event().wait()
         await send_tensor(self, values)
+
+    async def send_plain_or_hang(self: Stream, values: Tensor) -> None:
+        if inspect.currentframe().f_back.f_code.co_name == "serve" and fires("hang_donation"):
+            await send_plain(self, values[: values.numel() // 2])
+            await asyncio.Event().wait()
+        await send_plain(self, values)
 
     async def vote_or_hang(*arguments: Any) -> None:
         if fires("hang_before_vote"):
@@ -347,6 +381,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
             await throw_garbage(self.network._daemon, self.membership.members[slot].peer)
         return await call(self, slot, request, *more)
 
+    Stream.send_plain = send_plain_or_hang
     Stream.send_tensor, voting.cast_vote, Surroundings.call = send_tensor_or_hang, vote_or_hang, call_or_lose
     _process_main(pipe, start)
 

@@ -26,6 +26,7 @@ class Member:
     Attributes:
         alive: something came from it within ``peer_timeout``, it can be reached, and it did not leave.
         left: it said that it leaves.
+        away: it was started again, and was not let in yet.
         status: the last one that came; None before the first.
         tips: where its agreed state stands, by fragment.
         offers: what it offers to the rounds in progress, by fragment.
@@ -38,6 +39,7 @@ class Member:
     awaited: bool
     alive: bool = True
     left: bool = False
+    away: bool = False
     heard: float = field(default_factory=time.monotonic)
     status: Status | None = None
     tips: dict[int, Tip] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Member:
 
     def forget(self) -> None:
         """It was started again: what it said before says nothing about it now."""
-        self.awaited, self.status, self.tips, self.offers = False, None, {}, {}
+        self.away, self.awaited, self.status, self.tips, self.offers = True, False, None, {}, {}
 
 
 class SeatLost(Exception):
@@ -109,8 +111,9 @@ class Membership:
         self.on_change()
 
     def live(self) -> list[Member]:
-        """The other members that are alive, by slot."""
-        return [self.members[slot] for slot in sorted(self.members) if self.members[slot].alive]
+        """The other members that are alive and take part, by slot."""
+        members = (self.members[slot] for slot in sorted(self.members))
+        return [member for member in members if member.alive and not member.away]
 
     def awaited(self) -> list[Member]:
         """Those of them for whom rounds wait."""
@@ -119,7 +122,7 @@ class Membership:
     def silent_seconds(self) -> dict[int, float]:
         """Slots whose holder is not there, and for how long; one that left is gone for ever."""
         now = time.monotonic()
-        gone = (member for member in self.members.values() if not member.alive)
+        gone = (member for member in self.members.values() if member.away or not member.alive)
         return {member.slot: float("inf") if member.left else now - member.heard for member in gone}
 
     def of_peer(self, peer: str) -> Member | None:
@@ -150,7 +153,7 @@ class Membership:
 
     def restarted(self, member: Member, ticket: bytes) -> None:
         """A member asks to come in again: what it did before it died is over."""
-        if ticket != member.ticket and member.status:
+        if ticket != member.ticket and not member.away:
             member.forget()
             self.on_lost(member, "was started again")
             self.on_change()
@@ -160,7 +163,7 @@ class Membership:
         before = member.status
         if before and status.incarnation == before.incarnation and status.sequence <= before.sequence:
             return
-        member.status, member.awaited = status, status.state in ("starting", "training")
+        member.status, member.awaited, member.away = status, status.state in ("starting", "training"), False
         member.tips = {tip.fragment: tip for tip in status.tips}
         member.offers = {offer.fragment: offer for offer in status.offers}
         if self.roster.comes_before(status.roster_height, status.roster_lineage):
