@@ -6,33 +6,74 @@ from typing import Callable, Coroutine
 
 import msgpack
 import pytest
+import torch
 from harness import settings
+from torch import Tensor
 
-from diloco.config import RunConfig
 from diloco.codecs.none import NoCodec
-from diloco.exchange.base import RoundOutcome
+from diloco.config import RunConfig
+from diloco.exchange.base import RoundOutcome, Work
 from diloco.exchange.hivemind import messages
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.catch_up import tip_to_adopt
 from diloco.exchange.hivemind.door import Door
-from diloco.exchange.hivemind.ipc import Place
 from diloco.exchange.hivemind.membership import Membership
-from diloco.exchange.hivemind.messages import Ballot, Proposal, Share, Tip
+from diloco.exchange.hivemind.messages import (
+    Ballot,
+    Claim,
+    Entry,
+    Evidence,
+    Excluded,
+    Hello,
+    Offer,
+    Proposal,
+    Queued,
+    Tip,
+)
 from diloco.exchange.hivemind.network import Unreachable
+from diloco.exchange.hivemind.offers import claim_objection, judge, odd_ones, proposal_objection, select
+from diloco.exchange.hivemind.roster import Roster, next_entry
 from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.settings import difference, shared_settings
 from diloco.exchange.hivemind.surroundings import Surroundings
-from diloco.outer_state import OuterState
+from diloco.outer_state import Ledger, OuterState
+from diloco.reduction import Seen, reduce_chunk
 from islands import plugins
 from islands.config_file import parse_config
 
 A, B = bytes([1]) * 32, bytes([2]) * 32
 
 
+def claim(slot: int, **changes: object) -> Claim:
+    """Of the island in ``slot``: ten sequences of a hundred tokens, norm 1."""
+    values = dict(slot=slot, epoch=0, peer=f"peer{slot}", tokens=100, start=0, position=10, step=5, norm=1.0)
+    return Claim(**{**values, **changes})
+
+
 def proposal(num_members: int) -> Proposal:
     """Attempt 1 of round 1, of members 0 to ``num_members - 1``."""
-    shares = tuple(Share(slot=slot, peer=f"peer{slot}", weight=1.0, norm=1.0) for slot in range(num_members))
-    return Proposal(run="test", fragment=0, height=1, attempt=1, lineage=A, shares=shares)
+    return Proposal(
+        run="test",
+        fragment=0,
+        height=1,
+        attempt=1,
+        lineage=A,
+        claims=tuple(claim(slot) for slot in range(num_members)),
+        weights=(100.0,) * num_members,
+        excluded=(),
+    )
+
+
+def entry(slot: int, peer: str = "", **changes: object) -> Entry:
+    """The first holder of a slot."""
+    peer = peer or f"peer{slot}"
+    values = dict(slot=slot, epoch=0, peer=peer, addresses=(), ticket=peer.encode().ljust(32), since=0)
+    return Entry(**{**values, **changes})
+
+
+def ballot(slot: int, digest: bytes = A, evidence: tuple[Evidence, ...] = (), mean_square: float = 0.0) -> Ballot:
+    """A vote of the island in ``slot``."""
+    return Ballot(slot=slot, digest=digest, mean_square=mean_square, evidence=evidence)
 
 
 class TestMessages:
@@ -42,10 +83,17 @@ class TestMessages:
         status = messages.Status(
             incarnation=A,
             sequence=3,
-            tips=(Tip(fragment=0, height=1, lineage=A, digest=B),),
-            offers=(messages.Offer(fragment=0, height=2, lineage=A, attempt=0, weight=1.5, norm=0.0, passed=True),),
+            state="training",
+            roster_height=2,
+            roster_lineage=B,
+            step=7,
+            tokens_per_second=1.5,
+            tips=(Tip(fragment=0, height=1, lineage=A, digest=B, tokens=300),),
+            offers=(Offer(fragment=0, height=2, lineage=A, attempt=0, claim=claim(1), passed=True),),
         )
-        for message in (status, proposal(3), messages.Settled(committed=True, ballots=(Ballot(slot=0, digest=A),))):
+        settled = messages.Settled(committed=True, ballots=(ballot(0, A, (Evidence(square=1.0, along=-1.0),)),))
+        roster = Roster.first([entry(0), entry(1)]).to_message()
+        for message in (status, proposal(3), settled, roster, messages.Welcome(roster=roster)):
             assert messages.decode(messages.encode(message)) == message
 
     @pytest.mark.parametrize(
@@ -59,10 +107,14 @@ class TestMessages:
             {"lineage": "text" * 8},
             {"run": 7},
             {"run": "x" * 10_000},
-            {"shares": ()},
-            {"shares": ({"slot": 0, "peer": "p", "weight": float("nan"), "norm": 1.0},)},
-            {"shares": ({"slot": 0, "peer": "p", "weight": -1.0, "norm": 1.0},)},
-            {"shares": ({"slot": 0, "peer": "p", "weight": 1.0, "norm": float("inf")},)},
+            {"claims": ()},
+            {"claims": ({**claim(0).model_dump(), "norm": float("nan")},)},
+            {"claims": ({**claim(0).model_dump(), "norm": float("inf")},)},
+            {"claims": ({**claim(0).model_dump(), "tokens": 0},)},
+            {"claims": ({**claim(0).model_dump(), "start": -1},)},
+            {"weights": (float("nan"), 1.0)},
+            {"weights": (-1.0, 1.0)},
+            {"excluded": ({"claim": claim(0).model_dump(), "rule": "dislike"},)},
             {"unknown": 1},
             {"kind": "nonsense"},
         ],
@@ -91,7 +143,7 @@ class TestMessages:
     def test_an_id_binds_everything(self) -> None:
         one = proposal(3)
         changes = [{"attempt": 2}, {"height": 2}, {"lineage": B}, {"fragment": 1}, {"run": "other"}]
-        changes.append({"shares": one.shares[:2]})
+        changes += [{"claims": one.claims[:2]}, {"weights": one.weights[:2]}]
         assert len({one.id(), *(one.model_copy(update=change).id() for change in changes)}) == len(changes) + 1
 
 
@@ -100,25 +152,35 @@ class TestAttempt:
 
     def run(self, check: Callable[[Attempt], Coroutine[None, None, None]]) -> None:
         async def with_loop() -> None:
-            await check(Attempt(proposal(3), 0, transfer=None))
+            await check(Attempt(proposal(3), (0, 1, 2), 0))
 
         asyncio.run(with_loop())
 
     def test_unanimous_only_with_all_votes_equal(self) -> None:
         async def check(attempt: Attempt) -> None:
-            attempt.vote(0, A)
-            attempt.vote(1, A)
+            attempt.vote(ballot(0))
+            attempt.vote(ballot(1))
             assert not attempt.unanimous()
-            assert attempt.unanimous([Ballot(slot=2, digest=A)])
-            assert not attempt.unanimous([Ballot(slot=2, digest=B)])
-            assert not attempt.unanimous([Ballot(slot=2, digest=A), Ballot(slot=7, digest=A)])
+            assert attempt.unanimous([ballot(2)]) and attempt.accepted([ballot(2)])
+            assert not attempt.unanimous([ballot(2, B)])
+            assert not attempt.unanimous([ballot(2), ballot(7)])
+
+        self.run(check)
+
+    def test_an_objection_stands_against_equal_votes(self) -> None:
+        async def check(attempt: Attempt) -> None:
+            attempt._judge = lambda ballots: Excluded(claim=claim(1), rule="claim")
+            attempt.vote(ballot(0))
+            attempt.vote(ballot(1))
+            assert attempt.objection() is None, "not before all votes are known"
+            assert attempt.unanimous([ballot(2)]) and not attempt.accepted([ballot(2)])
 
         self.run(check)
 
     def test_no_vote_after_it_was_given_up(self) -> None:
         async def check(attempt: Attempt) -> None:
             attempt.fail("why")
-            assert not attempt.vote(1, A) and attempt.frozen and attempt.ballots == {}
+            assert not attempt.vote(ballot(1)) and attempt.frozen and attempt.ballots == {}
 
         self.run(check)
 
@@ -144,20 +206,24 @@ class TestAttempt:
 class TestTipToAdopt:
     """The swarm's state wins over this island's where the rule says so, and the rule is the same for all."""
 
-    def tip(self, height: int, lineage: bytes = A, digest: bytes = A) -> Tip:
-        return Tip(fragment=0, height=height, lineage=lineage, digest=digest)
+    def tip(self, height: int, lineage: bytes = A, digest: bytes = A, tokens: int | None = None) -> Tip:
+        tokens = 100 * height if tokens is None else tokens
+        return Tip(fragment=0, height=height, lineage=lineage, digest=digest, tokens=tokens)
 
     def test_same_or_ahead_stays(self) -> None:
         assert tip_to_adopt(self.tip(2), {1: self.tip(2), 2: self.tip(1)}) is None
         assert tip_to_adopt(self.tip(2), {}) is None
+        assert tip_to_adopt(None, {}) is None
 
     def test_behind_adopts(self) -> None:
         assert tip_to_adopt(self.tip(1), {1: self.tip(2, B), 2: self.tip(1)}) == self.tip(2, B)
+        assert tip_to_adopt(None, {1: self.tip(2, B), 2: self.tip(1)}) == self.tip(2, B)
 
-    def test_a_fork_is_decided_alike_on_all_sides(self) -> None:
+    def test_a_fork_is_decided_by_tokens_then_by_the_lower_hash_alike_on_all_sides(self) -> None:
+        a, b = self.tip(5, A, tokens=100), self.tip(2, B, tokens=200)
+        assert tip_to_adopt(a, {1: b, 2: b}) == b and tip_to_adopt(b, {0: a, 2: a, 3: a}) is None
         a, b = self.tip(2, A), self.tip(2, B)
-        assert tip_to_adopt(a, {1: b, 2: b}) == b and tip_to_adopt(b, {0: a, 2: b}) is None
-        assert tip_to_adopt(a, {1: b}) is None and tip_to_adopt(b, {0: a}) == a
+        assert tip_to_adopt(a, {1: b, 2: b}) is None and tip_to_adopt(b, {0: a}) == a
 
     def test_a_digest_needs_most_of_those_who_stand_there(self) -> None:
         good, bad = self.tip(2, B, A), self.tip(2, B, B)
@@ -178,6 +244,10 @@ class TestRound:
 
         def know(self, peer: str, addresses: tuple[str, ...]) -> None:
             """Nothing to know."""
+
+        def lanes(self, peer: str) -> int:
+            """One is enough for nothing."""
+            return 1
 
         async def call(self, peer: str, request: messages.Request, timeout: float) -> messages.Reply:
             """The reply, or none in time."""
@@ -200,12 +270,13 @@ class TestRound:
         network, said = self.Network(reply), []
 
         async def run() -> RoundOutcome:
-            membership = Membership(network, 0, 10.0, said.append)
-            membership.start([Place(0, "peer0", ()), Place(1, "peer1", ())])
+            roster = Roster.first([entry(0), entry(1)])
+            membership = Membership(network, roster, entry(0).ticket, 10.0, said.append)
+            membership.make_status = lambda sequence, incarnation: self.status(0)
             around = Surroundings(
-                "test", network, membership, NoCodec(), deadline, 1, said.append, background=asyncio.ensure_future
+                "test", network, membership, NoCodec(), deadline, 1, 10.0, said.append, background=asyncio.ensure_future
             )
-            current = Round(around, state.fragments[0], 1.0, keep=lambda attempt: None)
+            current = Round(around, state.fragments[0], Work(100, 0, 10, 5), keep=lambda attempt: None)
             current._started -= passed_seconds
             current._deadline -= passed_seconds
             return await current.run()
@@ -213,8 +284,19 @@ class TestRound:
         return asyncio.run(run()), network.asked, state.fragments[0].height
 
     def status(self, height: int) -> messages.Status:
-        tips = (Tip(fragment=0, height=height, lineage=B, digest=B),) if height else ()
-        return messages.Status(incarnation=A, sequence=1, tips=tips, offers=())
+        tips = (Tip(fragment=0, height=height, lineage=B, digest=B, tokens=100),) if height else ()
+        roster = Roster.first([entry(0), entry(1)])
+        return messages.Status(
+            incarnation=A,
+            sequence=1,
+            state="training",
+            roster_height=0,
+            roster_lineage=roster.lineage,
+            step=0,
+            tokens_per_second=0.0,
+            tips=tips,
+            offers=(),
+        )
 
     def test_goes_on_without_one_that_is_late_and_says_so(self) -> None:
         outcome, asked, height = self.outcome(self.status(0), deadline=40.0, passed_seconds=21.0)
@@ -238,21 +320,23 @@ class TestDoor:
     def door(self, **changes: object) -> Door:
         arguments = {"run": "test", "settings": {"a": "1"}, "max_slots": 3, "expected": 3, "first": True}
         door = Door(**{**arguments, "tell": lambda event: None, **changes})
-        door.enter("founder", ("/ip4/127.0.0.1/tcp/1/p2p/founder",), -1)
+        door.enter("founder", self.hello(addresses=("/ip4/127.0.0.1/tcp/1/p2p/founder",)))
         return door
 
-    def hello(self, slot: int = -1, **changes: object) -> messages.Hello:
-        return messages.Hello(**{"run": "test", "settings": {"a": "1"}, "slot": slot, "addresses": (), **changes})
+    def hello(self, slot: int = -1, who: str = "", **changes: object) -> Hello:
+        values = {"run": "test", "settings": {"a": "1"}, "slot": slot, "addresses": (), "ticket": who.encode().ljust(32)}
+        return Hello(**{**values, **changes})
 
     def test_slots_are_given_out_when_all_are_there(self) -> None:
         door = self.door()
-        assert door.answer("x", self.hello()) == messages.Wait(came=2, expected=3)
-        assert door.answer("x", self.hello()) == messages.Wait(came=2, expected=3), "asking again changes nothing"
-        door.answer("y", self.hello(1))
-        welcome = door.answer("y", self.hello(1))
-        assert [(entry.slot, entry.peer) for entry in welcome.members] == [(0, "founder"), (1, "y"), (2, "x")]
-        assert "can't join any more" in door.answer("z", self.hello()).reason
-        assert door.answer("x", self.hello()) == welcome, "a member that was restarted is let in again"
+        assert door.answer("x", self.hello(who="x")) == messages.Wait(came=2, expected=3)
+        assert door.answer("x", self.hello(who="x")) == messages.Wait(came=2, expected=3), "asking again changes nothing"
+        door.answer("y", self.hello(1, "y"))
+        welcome = door.answer("y", self.hello(1, "y"))
+        assert [(each.slot, each.peer) for each in welcome.roster.entries] == [(0, "founder"), (1, "y"), (2, "x")]
+        assert isinstance(door.answer("z", self.hello(who="z")), Queued)
+        assert door.answer("x", self.hello(who="x")) == welcome
+        assert isinstance(door.answer("x", self.hello(who="x again")), Queued), "a restarted trainer needs a new lease"
 
     def test_a_slot_is_granted_once(self) -> None:
         door = self.door()
@@ -268,6 +352,118 @@ class TestDoor:
     def test_others_point_to_the_first(self) -> None:
         door = Door("test", {"a": "1"}, 3, 3, first=False, tell=lambda event: None, first_addresses=("there",))
         assert door.answer("x", self.hello()) == messages.Elsewhere(addresses=("there",))
+
+
+class TestRoster:
+    """Slots are leases: who gets which, and which list comes before which."""
+
+    def ask(self, peer: str, silent: dict[int, float], slot: int = -1, entries: tuple[int, ...] = (0, 1)) -> Entry | str:
+        hello = Hello(run="test", settings={}, slot=slot, addresses=(), ticket=A)
+        roster = Roster.first(entry(each) for each in entries)
+        return next_entry(roster, peer, hello, max_slots=3, silent_seconds=silent, lease_seconds=60.0)
+
+    def test_a_newcomer_gets_a_slot_that_nobody_had(self) -> None:
+        granted = self.ask("new", {1: 1000.0})
+        assert (granted.slot, granted.epoch, granted.since) == (2, 0, 1)
+
+    def test_one_that_comes_back_gets_its_own_in_a_new_epoch(self) -> None:
+        granted = self.ask("peer1", {1: 0.1})
+        assert (granted.slot, granted.epoch) == (1, 1)
+
+    def test_a_lease_ends_after_long_silence_or_a_leave(self) -> None:
+        assert "all 3 slots are taken" in self.ask("new", {1: 59.0}, entries=(0, 1, 2))
+        assert self.ask("new", {1: 61.0, 2: 99.0}, entries=(0, 1, 2)).slot == 2
+        assert self.ask("new", {1: float("inf")}, entries=(0, 1, 2)).slot == 1
+
+    def test_a_wanted_slot_is_taken_or_given(self) -> None:
+        assert "slot 1 is taken by peer1" in self.ask("new", {}, slot=1)
+        assert self.ask("new", {1: 0.1}, slot=1).epoch == 1
+        assert "swarm.max_slots=3" in self.ask("new", {}, slot=3)
+
+    def test_more_grants_win_then_the_lower_hash_and_never_both(self) -> None:
+        start = Roster.first([entry(0), entry(1)])
+        a, b = start.after(entry(2, "x", since=1)), start.after(entry(2, "y", since=1))
+        assert start.comes_before(a.height, a.lineage) and not a.comes_before(start.height, start.lineage)
+        assert a.comes_before(b.height, b.lineage) != b.comes_before(a.height, a.lineage)
+        assert not a.comes_before(a.height, a.lineage)
+        assert Roster.of(a.to_message()) == a
+
+
+class TestOffers:
+    """Who is proposed, with which weight, and what members check of a proposal."""
+
+    ledger = Ledger((0, 20, 0))
+    roster = Roster.first([entry(0), entry(1, epoch=2), entry(2)])
+
+    def test_a_claim_needs_its_lease_and_new_sequences(self) -> None:
+        good = claim(1, epoch=2, start=20, position=30)
+        assert claim_objection(good, self.roster, self.ledger) == ""
+        for change in ({"epoch": 1}, {"epoch": 3}, {"peer": "other"}, {"slot": 2}):
+            assert "does not have that slot" in claim_objection(good.model_copy(update=change), self.roster, self.ledger)
+        for change in ({"start": 10}, {"start": 30}, {"position": 20}):
+            assert "20 have been counted" in claim_objection(good.model_copy(update=change), self.roster, self.ledger)
+
+    def test_what_is_selected_is_accepted_and_nothing_else_is(self) -> None:
+        claims = [claim(0, tokens=10), claim(1, tokens=5000), claim(2, norm=90.0), claim(3)]
+        selection = select(claims, {}, typical_norm=1.0, max_weight_ratio=10.0)
+        assert [each.slot for each in selection.claims] == [0, 1, 3]
+        assert selection.weights == (10.0, 1000.0, 100.0)
+        assert [(each.claim.slot, each.rule) for each in selection.excluded] == [(2, "norm")]
+        parts = dict(claims=selection.claims, weights=selection.weights, excluded=selection.excluded)
+        good = proposal(3).model_copy(update=parts)
+        assert proposal_objection(good, {}, 1.0, 10.0) == ""
+        bad = [
+            {"weights": (10.0, 5000.0, 100.0)},
+            {"excluded": (Excluded(claim=claim(2), rule="norm"),)},
+            {"excluded": (Excluded(claim=claims[2], rule="opposite"),)},
+            {"claims": tuple(claims), "weights": (10.0, 1000.0, 100.0, 100.0), "excluded": ()},
+        ]
+        for change in bad:
+            assert proposal_objection(good.model_copy(update=change), {}, 1.0, 10.0), change
+
+    def test_one_found_out_is_left_out_by_those_who_know_it(self) -> None:
+        caught = {1: Excluded(claim=claim(1), rule="opposite")}
+        selection = select([claim(0), claim(1), claim(2)], caught, 1.0, 10.0)
+        assert [each.slot for each in selection.claims] == [0, 2] and selection.excluded == (caught[1],)
+        assert len(select([claim(0), claim(1, position=20)], caught, 1.0, 10.0).claims) == 2, "a new claim is a new chance"
+        assert select([claim(1)], caught, 1.0, 10.0) is None
+
+    def test_votes_find_out_who_lied_and_who_works_against_the_others(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        common, numel = torch.randn(10_000, generator=generator), 10_000
+        own = [common + torch.randn(numel, generator=generator) for _ in range(3)]
+        assert self.judged(own) is None
+        assert self.judged([own[0], -own[1], own[2]]) == (1, "opposite")
+        assert self.judged([own[0], own[1] * 2, own[2]], claimed=own) == (1, "claim")
+        assert self.judged([own[0], -own[1]]) is None, "two can't tell which of them is wrong"
+        broken = own[2].clone()
+        broken[5] = float("nan")
+        assert self.judged([own[0], own[1], broken], claimed=own) == (2, "claim")
+
+    def judged(self, contributions: list[Tensor], claimed: list[Tensor] | None = None) -> tuple[int, str] | None:
+        """Reduced in two halves, each by another member."""
+        codec, numel, seen = NoCodec(), contributions[0].numel(), []
+        for half in (slice(0, numel // 2), slice(numel // 2, numel)):
+            seen.append(Seen(len(contributions)))
+            encoded = [codec.encode(each[half]) for each in contributions]
+            reduce_chunk(codec, encoded, [100.0] * len(encoded), numel // 2, torch.float32, seen[-1])
+        ballots = {
+            slot: ballot(slot, A, evidence=tuple(map(as_evidence, half.squares, half.alongs)), mean_square=half.mean_square)
+            for slot, half in enumerate(seen)
+        }
+        norms = [float(each.norm()) for each in claimed or contributions]
+        claims = tuple(claim(slot, norm=norm) for slot, norm in enumerate(norms))
+        judged = judge(proposal(len(claims)).model_copy(update={"claims": claims}), numel, ballots)
+        return judged and (judged.claim.slot, judged.rule)
+
+    def test_the_odd_digest_is_found_by_majority_only(self) -> None:
+        votes = {0: ballot(0), 1: ballot(1, B), 2: ballot(2)}
+        assert [each.claim.slot for each in odd_ones(proposal(3), votes)] == [1]
+        assert odd_ones(proposal(2), {0: ballot(0), 1: ballot(1, B)}) == []
+
+
+def as_evidence(square: float, along: float) -> Evidence:
+    return Evidence(square=square, along=along)
 
 
 class TestSettings:

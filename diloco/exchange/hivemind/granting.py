@@ -133,7 +133,7 @@ class Granting:
             await attempt.unless_failed(voting.cast_vote(self._around, attempt, ballot))
             self._commit(attempt, grown)
         except AttemptFailed as failure:
-            if await voting.settle(self._around, attempt, failure):
+            if await voting.settle(self._around, attempt, failure) == "committed":
                 self._commit(attempt, grown)
             else:
                 who = attempt.proposal.entry.addresses[:1] or (attempt.proposal.entry.peer,)

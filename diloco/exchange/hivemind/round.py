@@ -288,8 +288,12 @@ class Round:
                 failure = AttemptFailed(str(error), final=True)
             except (OSError, EOFError, ValueError) as error:
                 failure = AttemptFailed(f"{type(error).__name__}: {error}")
-            if await voting.settle(self._around, attempt, failure):
+            settled = await voting.settle(self._around, attempt, failure)
+            if settled == "committed":
                 return self._commit(attempt)
+        if settled == "in_doubt":  # going on without them would fork, if they committed it
+            attempt.transfer, self._attempt = None, None
+            return self._skipped(f"in doubt whether the others committed it: {failure.reason}")
         failure = await self._learn_from(attempt, failure)
         attempt.transfer = None
         self._trouble = failure.reason

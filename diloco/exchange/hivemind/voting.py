@@ -1,6 +1,7 @@
 """How the members of an attempt find out together whether it counts."""
 
 import asyncio
+from typing import Literal
 
 from diloco.exchange.base import ExchangeEvent
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
@@ -37,18 +38,29 @@ async def cast_vote(around: Surroundings, attempt: Attempt, ballot: Ballot) -> N
         raise AttemptFailed(f"digests differ: {digests}")
 
 
-async def settle(around: Surroundings, attempt: Attempt, failure: AttemptFailed) -> bool:
-    """Bind everyone who can be reached to give the attempt up too; returns whether it counts as committed instead.
+async def settle(
+    around: Surroundings, attempt: Attempt, failure: AttemptFailed
+) -> Literal["committed", "given_up", "in_doubt"]:
+    """Bind everyone who can be reached to give the attempt up too; returns what it counts as.
 
-    It does if this member has voted and another one committed, or if the votes that are known between them are
-    complete and nothing stands against it: then one that can't be reached may have committed.
+    ``committed`` if this member has voted and another one committed, or if the votes that are known between them are
+    complete and nothing stands against it: then one that can't be reached may have committed. ``in_doubt`` if some can't be
+    reached, and one of them may have committed by votes that are not known here: it holds the acknowledgement of everyone
+    who answers.
     """
     attempt.fail(failure.reason, failure.final)
     question = Settle(proposal=attempt.id, reason=failure.reason[:1000], final=failure.final)
     live = {member.slot for member in around.membership.live()}
     asked = [slot for slot in attempt.others if slot in live]
     replies = await asyncio.gather(*(around.call(slot, question, _SETTLE_SECONDS) for slot in asked))
-    settled = [reply for reply in replies if isinstance(reply, Settled)]
-    ballots = [ballot for reply in settled for ballot in reply.ballots]
-    voted = attempt.slot in attempt.ballots
-    return voted and (any(reply.committed for reply in settled) or attempt.accepted(ballots))
+    settled = {slot: reply for slot, reply in zip(asked, replies, strict=True) if isinstance(reply, Settled)}
+    ballots = [ballot for reply in settled.values() for ballot in reply.ballots]
+    if attempt.slot not in attempt.ballots:
+        return "given_up"  # nobody commits without this member's vote
+    if any(reply.committed for reply in settled.values()) or attempt.accepted(ballots):
+        return "committed"
+    silent = set(attempt.others) - settled.keys()
+    held_by_all = set(attempt.ballots).intersection(
+        *({ballot.slot for ballot in reply.ballots} for reply in settled.values())
+    )
+    return "in_doubt" if len(silent) > 1 and silent & held_by_all else "given_up"
