@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -27,6 +27,9 @@ class OuterSection(Section):
     """What islands agree on, and how often."""
 
     sync_every: int = Field(30, ge=1, description="H: inner steps between two rounds of the same fragment")
+    left_out: Literal["carry", "drop"] = Field(
+        "carry", description="work of an island that a round went on without: counts in the next one, or is dropped"
+    )
     optimizer: Annotated[OuterOptimizerSection, Plugin("diloco.outer_optimizers", "sgd")]
     codec: Annotated[CodecSection, Plugin("diloco.codecs", "none")]
 

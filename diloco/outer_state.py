@@ -79,6 +79,7 @@ class Staged:
 
     height: int
     digest: str
+    lineage: str
     ledger: Ledger
 
 
@@ -145,6 +146,7 @@ class FragmentState:
         return Staged(
             int(self._heights[then]),
             bytes(self._digests[then].tolist()).hex(),
+            bytes(self._lineages[then].tolist()).hex(),
             Ledger.from_bytes(bytes(self._ledgers[then].tolist())),
         )
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 
 import msgpack
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +67,7 @@ class Trainer:
 
     def __init__(self, raw: dict[str, Any], sizes: list[int], faults: str) -> None:
         config = parse_config(RunConfig, raw)
-        self._state = OuterState(sizes, plugins.build("diloco.outer_optimizers", config.outer.optimizer), max_slots=4)
+        self._state = OuterState(sizes, plugins.build("diloco.outer_optimizers", config.outer.optimizer), max_slots=config.swarm.max_slots)
         for index, fragment in enumerate(self._state.fragments):
             fragment.anchor.copy_(first_anchor(index, fragment.numel))
             fragment.initialize()
@@ -137,10 +138,12 @@ class Island:
 
     Attributes:
         pid: of the trainer process.
+        folder: where its faults are armed.
     """
 
     def __init__(self, folder: Path, raw: dict[str, Any], sizes: list[int]) -> None:
-        self._faults, self._log = folder, folder / "log.txt"
+        self.num_fragments = len(sizes)
+        self.folder, self._log = folder, folder / "log.txt"
         folder.mkdir(parents=True)
         self._pipe, theirs = _context.Pipe()
         self._process = _context.Process(target=_trainer_main, args=(theirs, raw, sizes, str(folder)))
@@ -175,17 +178,17 @@ class Island:
         exchange = self.exchange_pid()
         return eventually(lambda: next((pid for pid in children(exchange) if "p2pd" in command(pid)), None))
 
-    def arm(self, fault: str) -> None:
+    def arm(self, fault: str, content: str = "") -> None:
         """Have a fault of :func:`exchange_with_faults` happen at the next occasion."""
-        (self._faults / fault).touch()
+        (self.folder / fault).write_text(content)
 
     def disarm(self, fault: str) -> None:
         """Have it not happen any more."""
-        (self._faults / fault).unlink(missing_ok=True)
+        (self.folder / fault).unlink(missing_ok=True)
 
     def fired(self, fault: str) -> bool:
         """Whether it has happened."""
-        return (self._faults / f"{fault}.fired").exists()
+        return (self.folder / f"{fault}.fired").exists()
 
     def address(self) -> str:
         """What the first island prints for the others; empty before it does."""
@@ -194,7 +197,7 @@ class Island:
 
     def wait_until_fired(self, fault: str) -> None:
         """Wait for an armed fault to happen."""
-        eventually(lambda: (self._faults / f"{fault}.fired").exists())
+        eventually(lambda: (self.folder / f"{fault}.fired").exists())
 
     def wait_for_event(self, what: str) -> list[Any]:
         """Events up to the first of that kind."""
@@ -258,6 +261,17 @@ class Swarm:
 
     def _those(self, only: list[int] | None) -> list[int]:
         return list(range(len(self.islands))) if only is None else only
+
+
+def assert_same(swarm: Swarm, only: list[int] | None = None) -> None:
+    """Height, digest, lineage, ledger and every bit of the agreed states are equal, fragment by fragment."""
+    for fragment in range(swarm.islands[0].num_fragments):
+        first, *others = swarm.agreed(fragment, only)
+        for other in others:
+            for key in ("height", "digest", "lineage", "ledger"):
+                assert other[key] == first[key]
+            for name, values in other["tensors"].items():
+                np.testing.assert_array_equal(values, first["tensors"][name])
 
 
 @contextmanager
@@ -339,6 +353,10 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
     ``lose_vote_to_<slot>``: the vote for that member gets lost, once.
     ``hang_donation``: half a part of the state is served, and then nothing more.
     ``garbage_to_<slot>``: :func:`throw_garbage` at that member, in place of a vote for it.
+    ``cut``: no message passes between this island and the peers that the file lists, as long as it is there.
+    ``cut_after_vote``: the cut, from all, once every other member has acknowledged this island's vote.
+    ``exaggerate`` and ``break``: what is sent is a hundred times what was claimed, or holds a NaN.
+    ``corrupt_mean``: one byte of a mean that this island reduced is changed on its way to one member.
     """
     os.environ["HIVEMIND_LOGLEVEL"] = "CRITICAL"  # as process.main does, before hivemind is imported
     from diloco.exchange.hivemind import messages, voting
@@ -383,10 +401,74 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
 
     Stream.send_plain = send_plain_or_hang
     Stream.send_tensor, voting.cast_vote, Surroundings.call = send_tensor_or_hang, vote_or_hang, call_or_lose
+    _add_cuts(folder, fires)
+    _add_lies(fires)
     _process_main(pipe, start)
 
 
 _process_main = process.main
+
+
+def _add_cuts(folder: Path, fires: Callable[[str], bool]) -> None:
+    """Links that are cut, as a firewall that drops everything would: nobody is told."""
+    from diloco.exchange.hivemind.network import Network, Unreachable
+
+    call, open_stream, answer = Network.call, Network.open_stream, Network._answer
+    accepted: dict[bytes, int] = {}
+
+    def is_cut(peer: str) -> bool:
+        try:
+            listed = (folder / "cut").read_text()
+        except FileNotFoundError:
+            return False
+        return listed == "all" or peer in listed
+
+    async def call_unless_cut(self: Any, peer: str, request: Any, timeout: float) -> Any:
+        reply = None if is_cut(peer) else await call(self, peer, request, timeout)
+        if reply is None or is_cut(peer):
+            await asyncio.sleep(timeout)
+            raise Unreachable("no answer", gone=False)
+        if request.kind == "vote" and (folder / "cut_after_vote").exists():
+            accepted[request.proposal] = accepted.get(request.proposal, 0) + (reply.kind == "ack")
+            if accepted[request.proposal] == 2 and fires("cut_after_vote"):
+                (folder / "cut").write_text("all")
+        return reply
+
+    async def open_unless_cut(self: Any, peer: str, *arguments: Any) -> Any:
+        if is_cut(peer):
+            await asyncio.sleep(60)
+        return await open_stream(self, peer, *arguments)
+
+    async def answer_unless_cut(self: Any, raw: bytes, peer: str, *arguments: Any) -> Any:
+        if is_cut(peer):
+            await asyncio.sleep(600)
+        return await answer(self, raw, peer, *arguments)
+
+    Network.call, Network.open_stream, Network._answer = call_unless_cut, open_unless_cut, answer_unless_cut
+
+
+def _add_lies(fires: Callable[[str], bool]) -> None:
+    """Contributions that are not what they claim to be, and a reducer that does not tell all the same."""
+    from diloco.exchange.hivemind.network import Stream
+    from diloco.exchange.hivemind.round import Round
+
+    prepare, send_tensor = Round._prepare, Stream.send_tensor
+
+    def prepare_lie(self: Round) -> Any:
+        health = prepare(self)
+        if fires("exaggerate"):
+            self._encoded = [(chunk.view(torch.float32) * 100).view(torch.uint8) for chunk in self._encoded]
+        if fires("break"):
+            self._encoded[0].view(torch.float32)[3] = float("nan")
+        return health
+
+    async def send_or_corrupt(self: Stream, values: Tensor) -> None:
+        if "serve" in inspect.currentframe().f_back.f_code.co_qualname and fires("corrupt_mean"):
+            values = values.clone()
+            values[2] ^= 1
+        await send_tensor(self, values)
+
+    Round._prepare, Stream.send_tensor = prepare_lie, send_or_corrupt
 
 
 async def throw_garbage(daemon: Any, peer: str) -> list[bytes]:

@@ -274,7 +274,17 @@ class TestRound:
             membership = Membership(network, roster, entry(0).ticket, 10.0, said.append)
             membership.make_status = lambda sequence, incarnation: self.status(0)
             around = Surroundings(
-                "test", network, membership, NoCodec(), deadline, 1, 10.0, said.append, background=asyncio.ensure_future
+                "test",
+                network,
+                membership,
+                NoCodec(),
+                deadline,
+                min_islands=1,
+                max_weight_ratio=10.0,
+                carry=True,
+                by_the_clock=False,
+                report=said.append,
+                background=asyncio.ensure_future,
             )
             current = Round(around, state.fragments[0], Work(100, 0, 10, 5), keep=lambda attempt: None)
             current._started -= passed_seconds

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any, Iterator
 
-import numpy as np
 import pytest
-from harness import Island, Swarm, eventually, is_gone, running, settings
+from harness import Island, Swarm, assert_same, eventually, is_gone, running, settings
 
 from diloco.reduction import CHUNK
 
@@ -62,17 +61,6 @@ def commit(swarm: Swarm, seed: int, only: list[int] | None = None, fragments: tu
         assert len(ended[0].members) == len(ended)
         outcomes += ended
     return outcomes
-
-
-def assert_same(swarm: Swarm, only: list[int] | None = None) -> None:
-    """Every bit of the agreed states is equal."""
-    for fragment in range(len(SIZES)):
-        first, *others = swarm.agreed(fragment, only)
-        for other in others:
-            for key in ("height", "digest", "lineage", "ledger"):
-                assert other[key] == first[key]
-            for name, values in other["tensors"].items():
-                np.testing.assert_array_equal(values, first["tensors"][name])
 
 
 def test_a_newcomer_takes_over_what_the_members_hold(swarm: Swarm, place: Place) -> None:

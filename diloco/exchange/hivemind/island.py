@@ -159,6 +159,8 @@ class _Island:
             exchange.round_deadline,
             exchange.min_islands,
             exchange.max_weight_ratio,
+            carry=config.outer.left_out == "carry",
+            by_the_clock=isinstance(config.outer.sync_every, str),
             report=self._send,
             background=tasks.create_task,
         )

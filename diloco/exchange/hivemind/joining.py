@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from statistics import median
 from typing import Callable
 
 from diloco.exchange.base import JoinError, Seat
@@ -59,13 +58,12 @@ async def take_over_all(
 def late_seat(around: Surroundings, state: OuterState, address: str) -> Seat:
     """Where an island that took over the state begins: at the members' step, behind all that its slot has counted."""
     own, ledgers = around.membership.own, [part.ledger for part in state.fragments]
-    steps = [member.status.step for member in around.membership.awaited() if member.status]
     return Seat(
         own.slot,
         address,
         own.epoch,
         position=max(ledger.positions[own.slot] for ledger in ledgers),
-        step=max([*(ledger.step for ledger in ledgers), int(median(steps)) if steps else 0]),
+        step=max(around.step(ledger) for ledger in ledgers),
         tokens=max(ledger.tokens for ledger in ledgers),
         late=True,
     )

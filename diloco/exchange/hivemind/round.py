@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Callable, Iterator
 
@@ -48,6 +49,7 @@ class Round:
 
     Attributes:
         offering: the contribution is encoded, and others may name this island in proposals.
+        passes: at its end the others waited in the next round, to which this island has nothing to offer.
     """
 
     def __init__(
@@ -55,13 +57,14 @@ class Round:
     ) -> None:
         self._around, self._state, self._work, self._keep = around, state, work, keep
         self.fragment, self.height, self.lineage = state.index, state.height + 1, bytes.fromhex(state.lineage)
-        self.offering = False
+        self.offering = self.passes = False
         self._attempt: Attempt | None = None
         self._following: Attempt | None = None  # a proposal accepted while the one before it is being settled
         self._last_attempt = 0
         self._convicted: dict[int, Excluded] = {}
         self._disagreements = 0
         self._damaged = False
+        self._left_out: RoundOutcome | None = None  # a round that this one went on from
         self._trouble = ""  # what went wrong last
         self._started = time.monotonic()
         self._deadline = self._started + around.round_deadline
@@ -372,7 +375,33 @@ class Round:
         rules = [each.rule for each in taken.excluded if each.slot == self._around.membership.slot]
         why = _DAMAGED if self._damaged else f"by the rule {rules[0]!r}" if rules else self._trouble or self._why_not()
         reason = f"the others committed height {tip.height} without this island" + (f": {why}" if why else "")
-        return self._swap("left_out", last, reason=reason, rejected=bool(rules) or self._damaged)
+        if not rules and self._may_go_on(offers.ledger_of(taken)):
+            # What it offers is the same to the anchor that it took over: it moves there with this island's work on top. If
+            # this process dies now, the trainer can only take the anchor.
+            self._left_out = self._swap("left_out", last, reason=reason, rejected=True)
+            self._roll_over()
+            return None
+        rejected = bool(rules) or self._damaged or bool(self._left_out)
+        outcome = self._swap("left_out", last, reason=reason, rejected=rejected)
+        self.passes = self._others_wait(outcome.height + 1, bytes.fromhex(self._state.lineage))
+        return outcome
+
+    def _may_go_on(self, ledger: Ledger) -> bool:
+        """Whether others wait in the round after the one that was taken over, and this island's work may count there."""
+        if not self._around.carry or not self._may_count() or self._work.start < ledger.positions[self._claim().slot]:
+            return False
+        staged = self._state.staged
+        return self._others_wait(staged.height + 1, bytes.fromhex(staged.lineage))
+
+    def _others_wait(self, height: int, lineage: bytes) -> bool:
+        live = self._around.membership.live()
+        return any(offers.matching(member.offers, self.fragment, height, lineage) for member in live)
+
+    def _roll_over(self) -> None:
+        self.height, self.lineage = self._state.height + 1, bytes.fromhex(self._state.lineage)
+        self._last_attempt, self._convicted, self._disagreements, self._trouble = 0, {}, 0, ""
+        self._around.membership.publish()
+        self.notice()
 
     def _was_counted(self, taken: StateHeader) -> bool:
         """Whether the state taken over holds this island's contribution: it voted, and did not hear what came of it."""
@@ -397,6 +426,8 @@ class Round:
         return outcome
 
     def _skipped(self, reason: str) -> RoundOutcome:
+        if self._left_out:  # the state has moved
+            return replace(self._left_out, reason=f"{self._left_out.reason}; then {reason}")
         return self._outcome("skipped", self._state.height, self._state.ledger, reason=reason)
 
     def _outcome(self, kind: str, height: int, ledger: Ledger, **details: object) -> RoundOutcome:
@@ -411,7 +442,7 @@ class Round:
             exchange_seconds=seconds,
             pseudo_gradient_norm=self._health.norm,
             position=ledger.positions[self._around.membership.slot],
-            step=ledger.step,
+            step=self._around.step(ledger) if kind == "left_out" else ledger.step,
             tokens=ledger.tokens,
             waiting_seconds=max(0.0, seconds - transfer - recovering),
             transfer_seconds=transfer,

@@ -8,7 +8,7 @@ from typing import Callable, Iterator, Literal
 from diloco.exchange.base import RoundOutcome, Work
 from diloco.exchange.hivemind import messages
 from diloco.exchange.hivemind.attempt import Attempt
-from diloco.exchange.hivemind.catch_up import tip_of
+from diloco.exchange.hivemind.catch_up import tip_of, tip_to_adopt
 from diloco.exchange.hivemind.donations import Donations
 from diloco.exchange.hivemind.granting import Granting
 from diloco.exchange.hivemind.ipc import Ended
@@ -20,6 +20,7 @@ from diloco.exchange.hivemind.messages import (
     Grant,
     Header,
     Leave,
+    Offer,
     Proposal,
     Refused,
     Reply,
@@ -58,8 +59,11 @@ class Rounds:
         self._given_up: OrderedDict[bytes, None] = OrderedDict()
         self._new_attempt = asyncio.Event()
         self._donations = Donations()
+        self._passing: dict[int, Offer] = {}  # rounds in which the others need not wait for this island
         self._late = around.membership.own.since > 0
         self._frozen = False
+        self._called_since: dict[int, float] = {}
+        self._patience = 0.0 if around.by_the_clock else around.membership.peer_timeout
         self.granting = Granting(around, max_slots, self._keep)
         around.membership.make_status = self._status
         around.membership.on_change = self._notice
@@ -75,8 +79,14 @@ class Rounds:
         state = self._state.fragments[fragment]
         self._state.called[fragment] = 0
         current = self._rounds[fragment] = Round(self._around, state, work, self._keep)
+        self._passing.pop(fragment, None)
         outcome: RoundOutcome = await current.run()
         del self._rounds[fragment]
+        if current.passes:
+            height, lineage = state.height + 1, bytes.fromhex(state.lineage)
+            self._passing[fragment] = current.offer().model_copy(
+                update={"height": height, "lineage": lineage, "passed": True}
+            )
         self._around.membership.publish()
         self._end(Ended(outcome))
 
@@ -89,6 +99,7 @@ class Rounds:
             now = time.monotonic()
             if int(self._state.beat) != beat:
                 beat, last = int(self._state.beat), now
+            self._look_for_calls()
             frozen = now - last > self._around.membership.peer_timeout
             if frozen != self._frozen:
                 self._frozen = frozen
@@ -207,8 +218,12 @@ class Rounds:
             step=int(self._state.step),
             tokens_per_second=max(0.0, float(self._state.tokens_per_second)),
             tips=tuple(self._tips()),
-            offers=tuple(current.offer() for current in self._rounds.values() if current.offering),
+            offers=tuple(self._offers()),
         )
+
+    def _offers(self) -> Iterator[Offer]:
+        yield from self._passing.values()
+        yield from (current.offer() for current in self._rounds.values() if current.offering)
 
     def _standing(self) -> Literal["starting", "training", "recovering", "frozen"]:
         if not self._started:
@@ -220,14 +235,31 @@ class Rounds:
         return (tip_of(state) for state in self._state.fragments if self._started)
 
     def _notice(self) -> None:
-        for state in self._state.fragments if self._started else ():
-            self._state.called[state.index] = int(state.index not in self._rounds and self._is_called(state))
+        self._look_for_calls()
         for current in self._rounds.values():
             current.notice()
 
+    def _look_for_calls(self) -> None:
+        """Tell the trainer whether it should launch a fragment's round early."""
+        for state in self._state.fragments if self._started else ():
+            waiting = state.index not in self._rounds and self._is_called(state)
+            self._state.called[state.index] = int(waiting)
+
     def _is_called(self, state: FragmentState) -> bool:
+        """The others are further, or wait for this island: at once where rounds go by the clock, else after peer_timeout.
+
+        Where rounds go by steps all islands do the same number of them, unless one is so late that it holds up all.
+        """
+        live = self._around.membership.live()
+        own, tips = tip_of(state), {member.slot: tip for member in live if (tip := member.tips.get(state.index))}
+        if tip_to_adopt(own, tips):
+            return True
         next_round = (state.index, state.height + 1, bytes.fromhex(state.lineage))
-        return any(matching(member.offers, *next_round) for member in self._around.membership.live())
+        if not any(matching(member.offers, *next_round) for member in live):
+            self._called_since.pop(state.index, None)
+            return False
+        since = self._called_since.setdefault(state.index, time.monotonic())
+        return time.monotonic() - since >= self._patience
 
     def _member_lost(self, member: Member, reason: str) -> None:
         self.granting.member_lost(member.slot, reason)

@@ -1,6 +1,7 @@
 """What every round of an island uses."""
 
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Callable, Coroutine
 
 from diloco.exchange.base import ExchangeEvent
@@ -8,6 +9,7 @@ from diloco.exchange.hivemind.ipc import Committing
 from diloco.exchange.hivemind.membership import Membership
 from diloco.exchange.hivemind.messages import LeftOut, Reply, Request
 from diloco.exchange.hivemind.network import Network, Unreachable
+from diloco.outer_state import Ledger
 from diloco.reduction import Codec
 
 
@@ -26,6 +28,8 @@ class Surroundings:
 
     Attributes:
         max_weight_ratio: see the configuration.
+        carry: an island that was left out keeps its work for the next round.
+        by_the_clock: rounds are launched after some seconds, not steps.
         report: to the trainer.
         background: runs something that nobody waits for.
         last_round: of each fragment.
@@ -38,9 +42,16 @@ class Surroundings:
     round_deadline: float
     min_islands: int
     max_weight_ratio: float
+    carry: bool
+    by_the_clock: bool
     report: Callable[[Committing | ExchangeEvent], None]
     background: Callable[[Coroutine[None, None, object]], None]
     last_round: dict[int, LastRound] = field(default_factory=dict)
+
+    def step(self, ledger: Ledger) -> int:
+        """The inner step that the swarm has reached: of the last round, or further where most members are further."""
+        steps = [member.status.step for member in self.membership.awaited() if member.status]
+        return max(ledger.step, int(median(steps)) if steps else 0)
 
     async def call(self, slot: int, request: Request, timeout: float) -> Reply | str:
         """A member's reply, or in words why there is none; one where nothing listens any more is counted as gone."""
