@@ -188,7 +188,7 @@ class OuterRound:
             slot=slot,
             start=work.start,
             position=work.position,
-            counted=outcome.position,
+            counted=None if outcome.seat else outcome.position,  # of this slot, as the swarm has it
             members=list(outcome.members),
             weight=work.tokens,
             tokens=outcome.tokens,
