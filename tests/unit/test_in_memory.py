@@ -102,6 +102,29 @@ def test_an_outcome_tells_the_islands_own_norm_and_its_cosine_with_the_mean() ->
         assert outcome.cosine == pytest.approx(float(step @ mean / step.norm() / mean.norm()), rel=1e-5)
 
 
+def test_an_outcome_tells_what_the_swarm_has_counted() -> None:
+    islands = Islands(2)
+    for slot, tokens in enumerate((100, 30)):
+        islands.launch(slot, weight=tokens)
+    assert [(o.position, o.step, o.tokens) for o in islands.outcomes()] == [(10, 7, 130), (3, 7, 130)]
+    for slot, tokens in enumerate((50, 70)):
+        islands.launch(slot, weight=tokens, poison=NAN if slot == 1 else 0.0)
+    committed, left_out = islands.outcomes()
+    assert (committed.position, committed.tokens) == (15, 180)
+    assert (left_out.kind, left_out.position, left_out.tokens) == ("left_out", 3, 180)  # its work has not counted
+    assert {state.ledger.positions[:3] for state in islands.fragments()} == {(15, 3, 0)}
+
+
+def test_an_island_is_called_while_another_waits_for_it() -> None:
+    islands = Islands(2)
+    assert not islands.exchanges[1].called(0)
+    islands.launch(0)
+    assert islands.exchanges[1].called(0) and not islands.exchanges[1].called(1)
+    islands.launch(1)
+    islands.outcomes()
+    assert not any(exchange.called(0) for exchange in islands.exchanges)
+
+
 def test_fragments_have_rounds_of_their_own() -> None:
     islands = Islands(2)
     for fragment in (1, 0):
