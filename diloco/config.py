@@ -29,7 +29,7 @@ class OuterSection(Section):
     """What islands agree on, and how often."""
 
     sync_every: int | str = Field(
-        30, description="H: inner steps between two rounds of the same fragment; or seconds, such as 90s, where islands differ in speed"
+        30, description="H: inner steps between two rounds of a fragment; or seconds, such as 90s, where islands differ in speed"
     )
     left_out: Literal["carry", "drop"] = Field(
         "carry", description="work that a round went on without: kept for the next round, or dropped for the new anchor"

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 
-from diloco.config import RunConfig
+from diloco.config import RunConfig, SwarmSection
 from diloco.exchange.base import Exchange, JoinError, Seat
 from diloco.outer_round import Coordinator, OuterRound, make_schedule
 from diloco.outer_state import OuterState
@@ -19,6 +19,9 @@ from islands.sharing import FirstRankSays
 from islands.train_loop import train
 
 _GRACE_SECONDS = 400.0  # on top of swarm.join_timeout: more than an exchange allows its own start on a busy machine
+
+#: Where the ranks of one island may differ: only rank 0 meets the others. How much data a run has, all ranks must know alike.
+_OWN_AFFAIR = [f"swarm.{key}" for key in SwarmSection.model_fields if key not in ("islands", "max_slots")]
 
 _STAGING_SECONDS = 5e-7  # for each parameter: an exchange that has begun to stage a result ends that after its deadline too
 
@@ -40,7 +43,7 @@ def run_island(config: RunConfig) -> None:
             coordinator = _coordinator(config, fragments, f"{schema_hash(schema)} {parameter_dtype(config)}")
             stack.callback(coordinator.exchange.close)
         process = stack.enter_context(process_group(device, config.run.timeout))
-        check_agreement(config, process, may_differ=["swarm"])
+        check_agreement(config, process, may_differ=_OWN_AFFAIR)
         island = build_island(config, process, corpus)
         seat = _take_seat(coordinator and coordinator.exchange, process, config.swarm.join_timeout)
         metrics = open_metrics(island, seat.slot, continues=seat.late)

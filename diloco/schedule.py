@@ -17,8 +17,8 @@ class Standing(NamedTuple):
 class StepSchedule:
     """Every fragment once in ``sync_every`` inner steps, evenly staggered, and all of them after the last step.
 
-    Steps count from 1. All islands count alike, so one that fell behind goes on from the step that the others reached: its learning
-    rate is theirs again, and its next round begins with theirs.
+    Steps count from 1. All islands count alike, so one that fell behind goes on from the step that the others reached:
+    its learning rate is theirs again, and its next round begins with theirs.
     """
 
     steps: int
@@ -51,9 +51,9 @@ class StepSchedule:
 class TimedSchedule:
     """Every fragment once in ``seconds``, evenly staggered, whatever number of inner steps an island does meanwhile.
 
-    Steps of unlike islands then say little, so the learning rate and the end of the run follow the tokens that the committed rounds
-    have counted, of ``total_tokens``. Between rounds the learning rate goes on with the island's own steps, as if all islands
-    were as fast; it never reaches the end by that.
+    Steps of unlike islands then say little, so the learning rate and the end of the run follow the tokens that the
+    committed rounds have counted, of ``total_tokens``. Between rounds the learning rate goes on with the island's own
+    steps, as if all islands were as fast; it never reaches the end by that.
     """
 
     steps: int
@@ -83,8 +83,8 @@ Schedule = StepSchedule | TimedSchedule
 class RoundTimer:
     """When rounds of a :class:`TimedSchedule` begin; one clock for the island, that of rank 0.
 
-    A round is due when its time is over, or others already wait for it: islands need no common clock, as the first to be ready calls
-    the rest. Asked once after each inner step, so there is always something to offer.
+    A round is due when its time is over, or others already wait for it: islands need no common clock, as the first to be
+    ready calls the rest. Asked once after each inner step, so there is always something to offer.
     """
 
     def __init__(self, schedule: TimedSchedule, now: float) -> None:
