@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -11,6 +11,8 @@ from islands.config_file import Plugin, PluginSection, Section
 
 #: Where an island listens, and who it is: /ip4/10.0.0.1/tcp/31337/p2p/ and a peer id in base58.
 _ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/(tcp|udp)/\d{1,5}(/[^/\s]+)*/p2p/[1-9A-HJ-NP-Za-km-z]+")
+
+_SECONDS = re.compile(r"\d+(\.\d+)?s", re.ASCII)
 
 
 class OuterOptimizerSection(PluginSection):
@@ -26,12 +28,28 @@ class CodecSection(PluginSection):
 class OuterSection(Section):
     """What islands agree on, and how often."""
 
-    sync_every: int = Field(30, ge=1, description="H: inner steps between two rounds of the same fragment")
+    sync_every: int | str = Field(
+        30, description="H: inner steps between two rounds of a fragment; or seconds, such as 90s, where islands differ in speed"
+    )
     left_out: Literal["carry", "drop"] = Field(
-        "carry", description="work of an island that a round went on without: counts in the next one, or is dropped"
+        "carry", description="work that a round went on without: kept for the next round, or dropped for the new anchor"
     )
     optimizer: Annotated[OuterOptimizerSection, Plugin("diloco.outer_optimizers", "sgd")]
     codec: Annotated[CodecSection, Plugin("diloco.codecs", "none")]
+
+    @field_validator("sync_every", mode="before")
+    @classmethod
+    def _is_steps_or_seconds(cls, value: Any) -> int | str:
+        if type(value) is int and value >= 1:  # bool is an int, too
+            return value
+        if isinstance(value, str) and _SECONDS.fullmatch(value) and float(value[:-1]) > 0:
+            return value
+        raise ValueError(f"{value!r} is neither inner steps, a whole number from 1 such as 30, nor seconds such as 90s or 1.5s")
+
+    @property
+    def sync_seconds(self) -> float | None:
+        """Seconds between two rounds of the same fragment; None where ``sync_every`` counts inner steps."""
+        return float(self.sync_every[:-1]) if isinstance(self.sync_every, str) else None
 
 
 class ExchangeSection(PluginSection):

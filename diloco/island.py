@@ -2,12 +2,11 @@
 
 from contextlib import ExitStack
 
-from diloco.config import RunConfig
+from diloco.config import RunConfig, SwarmSection
 from diloco.exchange.base import Exchange, JoinError, Seat
-from diloco.outer_round import Coordinator, OuterRound
+from diloco.outer_round import Coordinator, OuterRound, make_schedule
 from diloco.outer_state import OuterState
 from diloco.report import write_report
-from diloco.schedule import Schedule
 from islands import plugins
 from islands.agreement import check_agreement
 from islands.fragments import Fragment, ParameterMover, schema_hash, schema_of, whole_model
@@ -20,6 +19,9 @@ from islands.sharing import FirstRankSays
 from islands.train_loop import train
 
 _GRACE_SECONDS = 400.0  # on top of swarm.join_timeout: more than an exchange allows its own start on a busy machine
+
+#: Where the ranks of one island may differ: only rank 0 meets the others. How much data a run has, all ranks must know alike.
+_OWN_AFFAIR = [f"swarm.{key}" for key in SwarmSection.model_fields if key not in ("islands", "max_slots")]
 
 _STAGING_SECONDS = 5e-7  # for each parameter: an exchange that has begun to stage a result ends that after its deadline too
 
@@ -41,23 +43,24 @@ def run_island(config: RunConfig) -> None:
             coordinator = _coordinator(config, fragments, f"{schema_hash(schema)} {parameter_dtype(config)}")
             stack.callback(coordinator.exchange.close)
         process = stack.enter_context(process_group(device, config.run.timeout))
-        check_agreement(config, process, may_differ=["swarm"])
+        check_agreement(config, process, may_differ=_OWN_AFFAIR)
         island = build_island(config, process, corpus)
         seat = _take_seat(coordinator and coordinator.exchange, process, config.swarm.join_timeout)
-        metrics = open_metrics(island, seat.slot)
+        metrics = open_metrics(island, seat.slot, continues=seat.late)
         stack.callback(metrics.close)
         if seat.address:
             metrics.write("event", what="address", detail=seat.address)
         outer_round = OuterRound(
-            Schedule(config.train.steps, config.outer.sync_every, len(fragments)),
+            make_schedule(config, len(fragments)),
+            config.outer,
             ParameterMover(island.model.parts, fragments),
             coordinator,
             metrics,
             process,
             config.exchange.round_deadline + _STAGING_SECONDS * sum(fragment.numel for fragment in fragments),
         )
-        outer_round.start()
-        train(island, island.batches(seat.slot, config.swarm.max_slots), metrics, [outer_round])
+        progress = outer_round.start(seat)
+        train(island, island.batches(config.swarm.max_slots), metrics, [outer_round], progress)
         metrics.write("event", what="end", detail="all steps done")
     if is_first_rank():
         write_report(config.run.dir)
@@ -65,7 +68,8 @@ def run_island(config: RunConfig) -> None:
 
 def _coordinator(config: RunConfig, fragments: list[Fragment], schema: str) -> Coordinator:
     optimizer = plugins.build("diloco.outer_optimizers", config.outer.optimizer)
-    state = OuterState([fragment.numel for fragment in fragments], optimizer, parameter_dtype(config))
+    sizes = [fragment.numel for fragment in fragments]
+    state = OuterState(sizes, optimizer, parameter_dtype(config), config.swarm.max_slots)
     exchange = plugins.load("diloco.exchange", config.exchange.type)
     return Coordinator(exchange.build(config, state, schema), state)
 

@@ -68,7 +68,7 @@ class IslandProgress:
 
     def _apply_step(self, row: Row) -> None:
         self.state = "training"
-        self.step = row.get("step", self.step)
+        self.step = row.get("lr_step", row.get("step", self.step))  # how far in the run, however many steps it did itself
         self.loss = row.get("loss", self.loss)
         self.tokens_per_second = row.get("tokens_per_second", self.tokens_per_second)
         self.last_step = (row.get("time", time.time()), self.step)
@@ -88,6 +88,8 @@ class IslandProgress:
 
     def _apply_event(self, row: Row) -> str | None:
         what = row.get("what")
+        if what == "start":  # again, maybe: the time between says nothing of its pace
+            self.first_step = self.last_step = None
         if what in QUIET_EVENTS:
             self.state = QUIET_EVENTS[what] or self.state
             return None

@@ -4,79 +4,22 @@ import io
 import json
 import math
 from collections import defaultdict
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any, Callable
 
 from rich.console import Console
 from rich.table import Table
 
-from diloco.run_files import Row, island_dirs, read_rows, write_atomically
-from islands.config_file import ConfigError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from diloco.accounting import CAUSES, samples_lost, samples_repeated, samples_trained, seconds_lost
+from diloco.report_figure import draw_report
+from diloco.run_files import Row, write_atomically
+from diloco.run_record import IslandRecord, read_run
 
 Summary = dict[str, Any]
 
 GRADIENT_BYTES = 4  # data-parallel training is taken to reduce fp32 gradients
-SMOOTHING_WINDOW = 1 / 40  # share of the steps that the smoothed loss averages on either side
-ISLANDS_IN_LEGEND = 10
-
-
-@dataclass(frozen=True)
-class IslandRecord:
-    """What one island recorded, by kind, in the order in which it was written."""
-
-    island: int
-    rows: list[Row]
-    steps: list[Row]
-    rounds: list[Row]
-    evals: list[Row]
-
-    @property
-    def parameters(self) -> int | None:
-        """Parameters of the model, if the island came as far as to tell."""
-        return self._start.get("parameters")
-
-    @property
-    def ended(self) -> bool:
-        """Whether the island came to the end of its run."""
-        return bool(self._events("end"))
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that left this island, in rounds that came to nothing too."""
-        return sum(row.get("bytes_sent", 0) for row in self.rounds)
-
-    def count(self, outcome: str) -> int:
-        """Rounds that ended like that."""
-        return sum(row.get("outcome") == outcome for row in self.rounds)
-
-    @property
-    def _start(self) -> dict[str, Any]:
-        details = [row.get("detail") for row in self._events("start")]
-        return next((detail for detail in details if isinstance(detail, dict)), {})
-
-    def _events(self, what: str) -> list[Row]:
-        return [row for row in self.rows if row["kind"] == "event" and row.get("what") == what]
-
-
-def read_run(run_dir: Path) -> list[IslandRecord]:
-    """What all islands of a run recorded.
-
-    Raises:
-        ConfigError: there is no run in ``run_dir``.
-    """
-    if not run_dir.is_dir():
-        raise ConfigError(f"RUN_DIR={run_dir}: no such folder. Give the run.dir of a run, such as runs/quickstart")
-    found = island_dirs(run_dir)
-    if not found:
-        raise ConfigError(f"RUN_DIR={run_dir} holds no folder island-<i>. Give the run.dir of a run")
-    return [_record(island, read_rows(path / "metrics.jsonl")) for island, path in found.items()]
+LEAST_SECONDS_TOLD = 0.1
 
 
 def summarize(run_dir: Path) -> Summary:
@@ -87,18 +30,22 @@ def summarize(run_dir: Path) -> Summary:
     times = [row["time"] for record in records for row in record.rows if "time" in row]
     return {
         "tokens": sum(row.get("tokens", 0) for record in records for row in record.steps),
-        "final_loss": _mean_where_furthest([record.steps for record in records]),
-        "eval_loss": _mean_where_furthest([record.evals for record in records]),
+        "final_loss": _mean_where_furthest(records, lambda record: record.steps),
+        "eval_loss": _mean_where_furthest(records, lambda record: record.evals),
         "eval_loss_start": _mean([record.evals[0].get("loss") for record in records if _starts_at_zero(record.evals)]),
         "wall_seconds": max(times) - min(times) if times else None,
         "compute_utilization": _mean([_compute_utilization(record) for record in records]),
         "bytes_sent": sum(record.bytes_sent for record in records) if measured else None,
         "data_parallel_bytes": _data_parallel_bytes(records, parameters),
         "bits_per_parameter_per_round": _mean([_bits_per_parameter(record, parameters) for record in records]),
-        "rounds_committed": max(record.count("committed") for record in records) if measured else None,
+        "rounds_committed": _rounds_committed(records) if measured else None,
         "rounds_skipped": max(record.count("skipped") for record in records) if measured else None,
         "digests_agree": _digests_agree(records),
         "islands": len(records),
+        "samples_trained": samples_trained(records) if measured else None,
+        "samples_lost": samples_lost(records),
+        "samples_repeated": samples_repeated(records),
+        "seconds_lost": seconds_lost(records) if measured else None,
     }
 
 
@@ -112,16 +59,9 @@ def write_report(run_dir: str | Path) -> Summary:
     summary = summarize(run_dir)
     write_atomically(run_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
     picture = io.BytesIO()
-    _draw(_headline(run_dir.resolve().name, summary), read_run(run_dir)).savefig(picture, format="png", dpi=150)
+    draw_report(_headline(run_dir.resolve().name, summary), read_run(run_dir)).savefig(picture, format="png", dpi=150)
     write_atomically(run_dir / "report.png", picture.getvalue())
     return summary
-
-
-def _record(island: int, rows: list[Row]) -> IslandRecord:
-    by_kind: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_kind[row["kind"]].append(row)
-    return IslandRecord(island, rows, by_kind["step"], by_kind["round"], by_kind["eval"])
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -130,12 +70,19 @@ def _mean(values: list[float | None]) -> float | None:
     return mean if mean is not None and math.isfinite(mean) else None  # a loss that is not a number is no figure
 
 
-def _mean_where_furthest(rows_of_islands: list[list[Row]]) -> float | None:
-    """Mean of the last losses, over the islands that came furthest: an island that died early does not blur the end."""
-    last = [rows[-1] for rows in rows_of_islands if rows]
-    furthest = max((row.get("step", 0) for row in last), default=0)
-    losses = [row.get("loss") for row in last if row.get("step", 0) == furthest]
+def _mean_where_furthest(records: list[IslandRecord], kind: Callable[[IslandRecord], list[Row]]) -> float | None:
+    """Mean of the last losses, over the islands that came to the end, whatever their count of steps; if none did, over those that
+    came furthest. An island that died early does not blur the end."""
+    last = [(record.ended, kind(record)[-1]) for record in records if kind(record)]
+    furthest = max(((ended, 0 if ended else row.get("step", 0)) for ended, row in last), default=(False, 0))
+    losses = [row.get("loss") for ended, row in last if (ended, 0 if ended else row.get("step", 0)) == furthest]
     return None if None in losses else _mean(losses)  # one that is not a number makes the mean none
+
+
+def _rounds_committed(records: list[IslandRecord]) -> int:
+    """Of all islands together: none of them need have been there for all rounds."""
+    rounds = [row for record in records for row in record.kept_rounds if row["outcome"] == "committed"]
+    return len({(row.get("fragment"), row.get("round")) for row in rounds})
 
 
 def _starts_at_zero(evals: list[Row]) -> bool:
@@ -143,12 +90,14 @@ def _starts_at_zero(evals: list[Row]) -> bool:
 
 
 def _compute_utilization(record: IslandRecord) -> float | None:
-    """Share of the time after the first step in which inner steps did not wait for the exchange."""
-    if len(record.steps) < 2:
-        return None
-    seconds = record.rows[-1]["time"] - record.steps[0]["time"]
-    stalled = sum(row.get("stall_seconds", 0.0) for row in record.steps[1:])
-    return 1.0 - stalled / seconds if seconds > 0 else None
+    """Share of the time after the first step in which inner steps did not wait for the exchange. While an island is down it
+    neither computes nor waits."""
+    seconds = stalled = 0.0
+    for incarnation in record.incarnations:
+        if steps := incarnation.of("step"):
+            seconds += incarnation.rows[-1]["time"] - steps[0]["time"]
+            stalled += sum(row.get("stall_seconds", 0.0) for row in steps[1:])
+    return 1.0 - stalled / seconds if len(record.steps) >= 2 and seconds > 0 else None
 
 
 def _data_parallel_bytes(records: list[IslandRecord], parameters: int | None) -> int | None:
@@ -170,8 +119,8 @@ def _bits_per_parameter(record: IslandRecord, parameters: int | None) -> float |
 def _digests_agree(records: list[IslandRecord]) -> bool | None:
     digests: dict[tuple[int, int], set[str]] = defaultdict(set)
     for record in records:
-        for row in record.rounds:
-            if row.get("outcome") in ("committed", "left_out") and row.get("digest"):
+        for row in record.kept_rounds:
+            if row.get("digest"):
                 digests[row["fragment"], row["round"]].add(row["digest"])
     return all(len(found) == 1 for found in digests.values()) if digests else None
 
@@ -212,9 +161,26 @@ def _summary_lines(run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
         ("computing", "unknown" if utilization is None else f"{utilization:.1%} of the time, else waiting for others"),
         ("sent", traffic),
         ("rounds", rounds),
+        *_loss_lines(summary),
         ("digests", agree.get(summary["digests_agree"], "[bold white on red] DIFFERENT: the islands do not agree [/]")),
         ("files", f"summary.json, report.png and a folder for each island in {run_dir}"),
     ]
+
+
+def _loss_lines(summary: Summary) -> list[tuple[str, str]]:
+    """What became of the samples, and where time went; nothing where it is unknown or there was none."""
+    lines = []
+    trained, lost, repeated = (summary[f"samples_{what}"] for what in ("trained", "lost", "repeated"))
+    if trained is not None and lost is not None:
+        told = f"{trained:,} samples trained, {lost:,} lost, "
+        is_wrong = f"[bold white on red] {repeated:,} REPEATED: the same samples counted twice [/]"
+        lines.append(("data", told + (is_wrong if repeated else "0 repeated")))
+    seconds = {cause: (summary["seconds_lost"] or {}).get(cause, 0.0) for cause in CAUSES}
+    if sum(seconds.values()) >= LEAST_SECONDS_TOLD:
+        names = dict(zip(CAUSES, ("waiting for others", "transferring", "recovering", "in skipped rounds"), strict=True))
+        told = ", ".join(f"{seconds[cause]:.1f} s {name}" for cause, name in names.items() if seconds[cause] >= 0.05)
+        lines.append(("time lost", f"{told}{' (mean of the islands)' if summary['islands'] > 1 else ''}"))
+    return lines
 
 
 def _islands(summary: Summary) -> str:
@@ -242,37 +208,6 @@ def _bytes(number: int | None) -> str:
     return f"{number} bytes"
 
 
-def _draw(headline: str, records: list[IslandRecord]) -> "Figure":
-    """Loss over tokens with the rounds, and below it how fast each island was."""
-    from matplotlib.figure import Figure  # takes a second to import, and every rank of an island imports this file
-    from matplotlib.ticker import EngFormatter
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    losses, speeds = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    for record in records:
-        color = f"C{record.island % 10}"
-        _draw_losses(losses, record, color, f"island {record.island}" if len(records) <= ISLANDS_IN_LEGEND else None)
-        speeds.plot(*_over_tokens(record, record.steps, "tokens_per_second"), color=color, linewidth=0.8)
-    for record in records:
-        _draw_evals(losses, record, f"C{record.island % 10}")
-    if timeline := next((record for record in records if record.rounds), None):
-        _draw_rounds((losses, speeds), timeline)
-    losses.set_title(headline, loc="left", fontweight="bold", fontsize="medium")
-    losses.set_ylabel("loss (nats per token)")
-    speeds.set_ylabel("tokens/s")
-    speeds.set_xlabel("tokens trained on by each island")
-    speeds.set_ylim(bottom=0)
-    speeds.xaxis.set_major_formatter(EngFormatter(sep=""))
-    speeds.yaxis.set_major_formatter(EngFormatter(sep=""))
-    for panel in (losses, speeds):
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", alpha=0.25)
-        panel.margins(x=0.01)
-    if handles := losses.get_legend_handles_labels()[0]:
-        losses.legend(handles=handles, framealpha=1.0, edgecolor="none", loc="upper right")
-    return figure
-
-
 def _headline(name: str, summary: Summary) -> str:
     parts = [name, _islands(summary)]
     if summary["eval_loss"] is not None:
@@ -282,51 +217,3 @@ def _headline(name: str, summary: Summary) -> str:
     return " · ".join(parts)
 
 
-def _over_tokens(record: IslandRecord, rows: list[Row], key: str) -> tuple[list[int], list[float]]:
-    """``key`` of each row that has a finite one, over the tokens that the island had trained on by then."""
-    tokens, total = {0: 0}, 0
-    for row in record.steps:
-        total += row.get("tokens", 0)
-        tokens[row["step"]] = total
-    known = [row for row in rows if row.get("step") in tokens and row.get(key) is not None]
-    return [tokens[row["step"]] for row in known], [row[key] for row in known]
-
-
-def _draw_losses(panel: "Axes", record: IslandRecord, color: str, label: str | None) -> None:
-    positions, losses = _over_tokens(record, record.steps, "loss")
-    panel.plot(positions, losses, color=color, linewidth=0.6, alpha=0.3)
-    panel.plot(positions, _smooth(losses), color=color, linewidth=1.6, label=label)
-
-
-def _smooth(values: list[float]) -> list[float]:
-    """Means of a window around each value: unlike a running mean, it does not lag behind a falling curve."""
-    sums, most = list(accumulate(values, initial=0.0)), round(len(values) * SMOOTHING_WINDOW)
-    reaches = [min(most, i, len(values) - 1 - i) for i in range(len(values))]  # equal on both sides, up to the ends
-    return [(sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1) for i, reach in enumerate(reaches)]
-
-
-def _draw_evals(panel: "Axes", record: IslandRecord, color: str) -> None:
-    """Loss on held-out text, which training never sees."""
-    panel.plot(
-        *_over_tokens(record, record.evals, "loss"),
-        linestyle="none",
-        marker="o",
-        markersize=6,
-        markerfacecolor="white",
-        markeredgecolor=color,
-        zorder=3,
-        label="held-out text" if record.evals and record.island == 0 else None,
-    )
-
-
-def _draw_rounds(panels: tuple["Axes", "Axes"], record: IslandRecord) -> None:
-    committed = {"color": "0.8", "linewidth": 0.8, "linestyle": "-"}
-    missed = {"color": "crimson", "linewidth": 1.2, "linestyle": ":"}
-    for name, style, outcomes in (
-        ("round committed", committed, ("committed",)),
-        ("round skipped or left out", missed, ("skipped", "left_out")),
-    ):
-        rows = [row for row in record.rounds if row.get("outcome") in outcomes]
-        for panel in panels:
-            for number, position in enumerate(_over_tokens(record, rows, "step")[0]):
-                panel.axvline(position, zorder=0, label=None if number else name, **style)

@@ -31,22 +31,37 @@ def metrics_file(run_dir: Path, island: int) -> Path:
     return island_dir(run_dir, island) / "metrics.jsonl"
 
 
+def metrics_files(run_dir: Path, island: int) -> list[Path]:
+    """The rows of all processes that the island was, in order: those of earlier ones were moved to ``metrics.<n>.jsonl``."""
+    earlier = {}
+    for path in island_dir(run_dir, island).glob("metrics.*.jsonl"):
+        number = path.name.removeprefix("metrics.").removesuffix(".jsonl")
+        if number.isdecimal():
+            earlier[int(number)] = path
+    return [*(earlier[number] for number in sorted(earlier)), metrics_file(run_dir, island)]
+
+
 def log_file(run_dir: Path, island: int) -> Path:
     """All that one island printed, where the launcher started it."""
     return island_dir(run_dir, island) / "log.txt"
 
 
 class LineTail:
-    """Reads the lines that a file has gained. A line without its end yet is left for later; a missing file has none."""
+    """Reads the lines that a file has gained. A line without its end yet is left for later; a missing file has none. Where
+    another file took its place, as when an island began again, that one is read from its start.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._offset, self._inode = 0, -1
 
     def read(self) -> list[str]:
         """The complete lines since the last call."""
         try:
             with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._offset, self._inode = 0, inode
                 file.seek(self._offset)
                 gained = file.read()
         except FileNotFoundError:

@@ -1,13 +1,24 @@
-"""Which fragments launch and land after which inner step. Pure: every rank of an island gets the same answer."""
+"""Which fragments launch after which inner step, and where the learning rate stands. Pure: clocks and what others did
+come in as numbers. A round that was launched lands before the next inner step.
+"""
 
 from dataclasses import dataclass
+from typing import Callable, NamedTuple
+
+
+class Standing(NamedTuple):
+    """Inner steps done, and how many of them the learning rate counts."""
+
+    step: int
+    lr_step: int
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepSchedule:
     """Every fragment once in ``sync_every`` inner steps, evenly staggered, and all of them after the last step.
 
-    Steps count from 1.
+    Steps count from 1. All islands count alike, so one that fell behind goes on from the step that the others reached:
+    its learning rate is theirs again, and its next round begins with theirs.
     """
 
     steps: int
@@ -15,14 +26,75 @@ class Schedule:
     num_fragments: int = 1
 
     def launches(self, step: int) -> list[int]:
-        """Fragments whose round begins after inner step ``step``."""
+        """Fragments whose round begins after inner step ``step``: the same answer on every rank of an island."""
         if step == self.steps:
             return list(range(self.num_fragments))
         return [index for index in range(self.num_fragments) if (step + self._offset(index)) % self.sync_every == 0]
 
-    def landings(self, step: int) -> list[int]:
-        """Fragments whose round must have ended before inner step ``step + 1``."""
-        return self.launches(step)
+    def joined(self, step: int, tokens: int) -> Standing:
+        """Where an island begins, or begins again, in a swarm that has reached ``step`` and counted ``tokens``."""
+        return Standing(step, step)
+
+    def stepped(self, standing: Standing) -> Standing:
+        """After one more inner step, which ``standing`` has counted."""
+        return standing
+
+    def landed(self, standing: Standing, step: int, tokens: int) -> Standing:
+        """After a round that found the swarm at ``step``, with ``tokens`` counted."""
+        return Standing(step, step) if step > standing.step else standing
 
     def _offset(self, fragment: int) -> int:
         return fragment * self.sync_every // self.num_fragments
+
+
+@dataclass(frozen=True)
+class TimedSchedule:
+    """Every fragment once in ``seconds``, evenly staggered, whatever number of inner steps an island does meanwhile.
+
+    Steps of unlike islands then say little, so the learning rate and the end of the run follow the tokens that the
+    committed rounds have counted, of ``total_tokens``. Between rounds the learning rate goes on with the island's own
+    steps, as if all islands were as fast; it never reaches the end by that.
+    """
+
+    steps: int
+    seconds: float
+    total_tokens: int
+    num_fragments: int = 1
+
+    def joined(self, step: int, tokens: int) -> Standing:
+        """See :class:`StepSchedule`."""
+        return Standing(step, self._lr_step(tokens))
+
+    def stepped(self, standing: Standing) -> Standing:
+        """See :class:`StepSchedule`."""
+        return Standing(standing.step, min(standing.lr_step, self.steps - 1))
+
+    def landed(self, standing: Standing, step: int, tokens: int) -> Standing:
+        """See :class:`StepSchedule`. The island's own count of steps goes on."""
+        return Standing(standing.step, self._lr_step(tokens))
+
+    def _lr_step(self, tokens: int) -> int:
+        return min(self.steps, tokens * self.steps // self.total_tokens)
+
+
+Schedule = StepSchedule | TimedSchedule
+
+
+class RoundTimer:
+    """When rounds of a :class:`TimedSchedule` begin; one clock for the island, that of rank 0.
+
+    A round is due when its time is over, or others already wait for it: islands need no common clock, as the first to be
+    ready calls the rest. Asked once after each inner step, so there is always something to offer.
+    """
+
+    def __init__(self, schedule: TimedSchedule, now: float) -> None:
+        self._seconds, count = schedule.seconds, schedule.num_fragments
+        self._since = [now - index * self._seconds / count for index in range(count)]
+
+    def due(self, now: float, called: Callable[[int], bool]) -> list[int]:
+        """An inner step is done: the fragments whose round begins now."""
+        return [index for index, since in enumerate(self._since) if now - since >= self._seconds or called(index)]
+
+    def landed(self, fragment: int, now: float) -> None:
+        """The round has ended, however it did."""
+        self._since[fragment] = now

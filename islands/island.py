@@ -75,15 +75,15 @@ class Island:
         """Held-out loss, in nats a token, of the parameters as they are."""
         return self.evaluation(self.model.forward_backward)
 
-    def batches(self, slot: int = 0, max_slots: int = 1) -> Batches:
-        """The training batches of an island in ``slot``."""
+    def batches(self, max_slots: int = 1) -> Batches:
+        """The training batches, of which each island takes those of its slot."""
         config, data = self.config, self.mesh.data
         samples = num_samples(self.corpus.train, config.data.seq_len)
         return Batches(
             self.corpus.train,
             config.data.seq_len,
             config.train.global_batch_size,
-            Sampler(samples, config.run.seed, slot, max_slots),
+            Sampler(samples, config.run.seed, max_slots),
             data.get_local_rank(),
             data.size(),
         )

@@ -55,7 +55,7 @@ class Performance:
 
     def begin_step(self, step: int) -> None:
         """Start tracing where ``train.profile`` says so."""
-        if step == self._first:
+        if self._profiler is None and self._first <= step <= self._last:  # the first of them may have been jumped over
             gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
             self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], profile_memory=True)
             self._profiler.start()
@@ -67,7 +67,7 @@ class Performance:
             ``flops_per_second`` of the island, by the model's formula, which leaves out what is computed twice; ``mfu``,
             their share of the devices' bf16 peak, where that is known; ``peak_memory_bytes`` of this rank so far.
         """
-        if step == self._last:
+        if step >= self._last:
             self._write_trace()
         flops = tokens_per_second * self._flops_per_token
         utilization = {"mfu": flops / self._peak_flops} if self._peak_flops else {}

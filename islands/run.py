@@ -30,8 +30,12 @@ def run_alone(config: IslandConfig) -> None:
         metrics.close()
 
 
-def open_metrics(island: Island, slot: int) -> Metrics:
-    """Metrics of the island in ``slot``, with the resolved configuration beside them and a first row that says what runs."""
+def open_metrics(island: Island, slot: int, continues: bool = False) -> Metrics:
+    """Metrics of the island in ``slot``, with the resolved configuration beside them and a first row that says what runs.
+
+    Args:
+        continues: what an earlier process left in the island's folder belongs to this run too.
+    """
     config, process, folder = island.config, island.process, Path(island.config.run.dir)
     first = process.rank == 0
     if first:
@@ -44,6 +48,8 @@ def open_metrics(island: Island, slot: int) -> Metrics:
         grid=str(island.grid),
         device=str(process.device.type),
         steps=config.train.steps,
+        global_batch_size=config.train.global_batch_size,
+        continues=continues,
     )
     if island.grid.pipeline > 1:
         detail["predicted_bubble"] = predicted_bubble(config.parallel, num_micro_batches(config, island.grid.data))

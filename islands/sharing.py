@@ -9,7 +9,7 @@ import torch.distributed as dist
 from islands.process import Process
 
 
-#: A rank may be this many values behind rank 0. Ranks meet at every launch, and no more rounds than that land between two.
+#: A rank may be this many values behind rank 0. Ranks meet at every inner step, and far fewer are told between two.
 _KEPT = 1000
 
 

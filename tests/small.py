@@ -33,9 +33,9 @@ def small_config(**sections: Any) -> RunConfig:
     return parse_config(RunConfig, raw)
 
 
-def small_corpus(tokens: int = 4000) -> Corpus:
-    """Random tokens, the same each time."""
-    draw = np.random.default_rng(0).integers(0, VOCAB, tokens).astype(np.int32)
+def small_corpus(tokens: int = 4000, vocab: int = VOCAB) -> Corpus:
+    """Random tokens below ``vocab``, the same each time."""
+    draw = np.random.default_rng(0).integers(0, vocab, tokens).astype(np.int32)
     return Corpus(draw, draw[: tokens // 4], VOCAB)
 
 

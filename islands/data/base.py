@@ -55,16 +55,15 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which samples an island in ``slot`` of ``max_slots`` sees."""
+    """Which samples the islands of a run with ``max_slots`` slots see."""
 
     num_samples: int
     seed: int
-    slot: int = 0
     max_slots: int = 1
 
-    def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Sample numbers of an island's ``positions`` (any shape)."""
-        order = positions.astype(np.int64) * self.max_slots + self.slot
+    def __call__(self, positions: np.ndarray, slot: int = 0) -> np.ndarray:
+        """Sample numbers of the ``positions`` (any shape) of an island in ``slot``."""
+        order = positions.astype(np.int64) * self.max_slots + slot
         epochs, index = np.divmod(order, self.num_samples)
         samples = np.empty_like(order)
         for epoch in np.unique(epochs):
@@ -74,7 +73,7 @@ class Sampler:
 
 
 class Batches:
-    """Batches of the training text by inner step.
+    """Batches of the training text by position: a pure function, so that any of them is a start.
 
     Args:
         data_rank, data_ranks: this rank among those of its island that split the batch.
@@ -84,12 +83,13 @@ class Batches:
         self, tokens: np.ndarray, seq_len: int, batch_size: int, sampler: Sampler, data_rank: int, data_ranks: int
     ) -> None:
         self._tokens, self._seq_len, self._sampler = tokens, seq_len, sampler
-        self._batch_size, share = batch_size, batch_size // data_ranks
+        share = batch_size // data_ranks
         self._rows = np.arange(data_rank * share, (data_rank + 1) * share)
 
-    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's share of inner step ``step`` (from 0): inputs and targets, int64 (share, seq_len)."""
-        return windows(self._tokens, self._sampler(step * self._batch_size + self._rows), self._seq_len)
+    def at(self, slot: int, position: int) -> tuple[Tensor, Tensor]:
+        """This rank's share of the batch that starts at sequence ``position`` of ``slot``: inputs and targets, int64
+        (share, seq_len)."""
+        return windows(self._tokens, self._sampler(position + self._rows, slot), self._seq_len)
 
 
 def num_samples(tokens: np.ndarray, seq_len: int) -> int:

@@ -80,7 +80,7 @@ def compare(process: Process, raw: dict[str, Any], turns: int, steps: int) -> di
         for name, loop in loops.items():
             started = time.perf_counter()
             for _ in range(steps):
-                result = loop(*batches[at[name]], learning_rate(config.optimizer, at[name], 1000, 8))
+                result = loop(*batches.at(0, 8 * at[name]), learning_rate(config.optimizer, at[name], 1000, 8))
                 losses[name].append(getattr(result, "loss", result))
                 at[name] += 1
             if turn:  # the first turn warms up

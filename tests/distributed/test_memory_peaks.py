@@ -110,9 +110,9 @@ def measure(process: Process, parallel: dict[str, Any], micro_batches: int, prec
     with census:
         island = build_island(config, process, small_corpus())
         batches = island.batches()
-        island.train_step(*batches[0], 1e-3)
+        island.train_step(*batches.at(0, 0), 1e-3)
         census.island = island
-        island.train_step(*batches[1], 1e-3)
+        island.train_step(*batches.at(0, config.train.global_batch_size), 1e-3)
     return census.state, census.total
 
 

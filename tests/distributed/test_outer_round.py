@@ -1,75 +1,22 @@
 """The outer loop around a real island: islands are threads of one process, or the only one over two ranks."""
 
-import threading
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 import torch
+from outer_loop import islands_as_threads, said, scripted_training
 from rank_pool import RankPool
-from small import plain_training, small_config, small_corpus, whole_parameters
+from small import plain_training, small_config, small_corpus
 
-from diloco.exchange.base import RoundOutcome, Seat
-from diloco.exchange.in_memory import Hub, InMemoryExchange
-from diloco.outer_round import Coordinator, OuterRound
-from diloco.outer_state import OuterState
-from diloco.schedule import Schedule
-from islands import plugins
 from islands.data.base import Sampler, num_samples, windows
-from islands.fragments import ParameterMover, schema_of, whole_model
-from islands.initialize import parameter_dtype
-from islands.island import Island, build_island, meta_model
+from islands.island import build_island
 from islands.metrics import Metrics
 from islands.process import Process
 from islands.train_loop import train
 
 #: fp64 rounding; see test_parity.
 TOLERANCE = 1e-10
-
-
-class Recorded(Metrics):
-    """Metrics kept in a list."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def write(self, kind: str, **values: Any) -> None:
-        self.rows.append(dict(kind=kind, **values))
-
-
-def outer_round(island: Island, exchange: Callable[[OuterState], Any], metrics: Metrics) -> OuterRound:
-    config = island.config
-    fragments = whole_model(schema_of(meta_model(config)))
-    coordinator = None
-    if island.process.rank == 0:
-        optimizer = plugins.build("diloco.outer_optimizers", config.outer.optimizer)
-        state = OuterState([fragment.numel for fragment in fragments], optimizer, parameter_dtype(config))
-        coordinator = Coordinator(exchange(state), state)
-    schedule = Schedule(config.train.steps, config.outer.sync_every, len(fragments))
-    hook = OuterRound(schedule, ParameterMover(island.model.parts, fragments), coordinator, metrics, island.process, 30.0)
-    hook.start()
-    return hook
-
-
-def islands_as_threads(process: Process, num_islands: int, overrides: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train ``num_islands`` islands, each a thread; what each ends with."""
-    config, hub = small_config(**overrides), Hub(num_islands)
-    codec = plugins.build("diloco.codecs", config.outer.codec)
-    islands = [build_island(config, process, small_corpus()) for _ in range(num_islands)]
-    results: list[dict[str, Any]] = [{} for _ in range(num_islands)]
-
-    def run(slot: int) -> None:
-        metrics, island = Recorded(), islands[slot]
-        hook = outer_round(island, lambda state: InMemoryExchange(hub, slot, state, codec, 30.0), metrics)
-        train(island, island.batches(slot, num_islands), metrics, [hook])
-        results[slot] = dict(rows=metrics.rows, parameters=whole_parameters(island))
-
-    threads = [threading.Thread(target=run, args=(slot,), daemon=True) for slot in range(num_islands)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
 
 
 def test_rounds_at_every_step_equal_data_parallel_training(ranks: RankPool) -> None:
@@ -106,72 +53,34 @@ def test_islands_drift_apart_between_rounds_and_agree_after_each(ranks: RankPool
         assert torch.equal(parameter, results[1]["parameters"][name])
 
 
-class Scripted:
-    """An exchange that says what the test wants."""
-
-    def __init__(self, state: OuterState, kinds: list[str]) -> None:
-        self.state, self.kinds = state.fragments[0], list(kinds)
-        self.offers: list[tuple[torch.Tensor, float]] = []
-
-    def join(self) -> Seat:
-        return Seat(0)
-
-    def launch(self, fragment: int, weight: float) -> None:
-        self.offers.append((self.state.local.clone(), weight))
-
-    def outcome(self, fragment: int) -> RoundOutcome:
-        kind, _, health = self.kinds.pop(0).partition(" ")
-        if kind != "skipped":
-            self.state.stage(torch.full_like(self.state.anchor, 0.25))  # lr 1, no momentum: the anchor sinks by 0.25
-            self.state.commit()
-        norm = float("nan") if health == "poisoned" else 1.0
-        return RoundOutcome(kind, fragment, self.state.height, reason="as scripted", pseudo_gradient_norm=norm)
-
-    def events(self) -> list:
-        return []
-
-    def close(self) -> None:
-        pass
-
-
-def scripted_island(process: Process, kinds: list[str]) -> dict[str, Any]:
-    """Parameters of the model before and after each outcome, over however many ranks."""
-    config = small_config(outer=dict(sync_every=1, optimizer=dict(lr=1.0, momentum=0.0)), train=dict(steps=len(kinds)))
-    island, made = build_island(config, process, small_corpus()), []
-
-    def exchange(state: OuterState) -> Scripted:
-        made.append(Scripted(state, kinds))
-        return made[0]
-
-    hook, batches = outer_round(island, exchange, Recorded()), island.batches()
-    anchors, locals_, landed = [whole_parameters(island)], [], []
-    for step in range(len(kinds)):
-        tokens = island.train_step(*batches[step], 1e-3).tokens
-        locals_.append(whole_parameters(island))
-        hook.after_step(step + 1, tokens)
-        landed.append(whole_parameters(island))
-    return dict(start=anchors[0], locals=locals_, landed=landed, weights=[weight for _, weight in made[0].offers] if made else None)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_becomes_of_the_parameters_after_each_outcome(ranks: RankPool, world_size: int) -> None:
-    for result in ranks.run(scripted_island, world_size, ["skipped", "committed", "left_out"]):
+    outcomes = [said(kind) for kind in ("skipped", "committed", "left_out", "committed")]
+    overrides = dict(outer=dict(sync_every=1), train=dict(steps=4))
+    results = ranks.run(scripted_training, world_size, outcomes, overrides)
+    for result in results:
         for name, start in result["start"].items():
-            skipped, committed, left_out = (landed[name] for landed in result["landed"])
+            skipped, committed, left_out, last = (landed[name] for landed in result["landed"])
             assert torch.equal(skipped, result["locals"][0][name])
             assert torch.equal(committed, start - 0.25)
             moved = (start - 0.25) - 0.25 - (start - 0.25)  # new anchor - old anchor, rounded as computed
             assert torch.equal(left_out, result["locals"][2][name] + moved)
-    weights = ranks.run(scripted_island, 1, ["skipped", "committed", "left_out", "committed"])[0]["weights"]
-    assert weights == [128.0, 256.0, 128.0, 256.0]  # work that was not averaged counts again in the next offer
+            assert torch.equal(last, start - 0.25 - 0.25 - 0.25)
+    weights = [work.tokens for work in results[0]["offers"]]
+    assert weights == [128, 256, 128, 256]  # work that was not averaged counts again in the next offer
 
 
-@pytest.mark.parametrize("kind", ["skipped poisoned", "left_out poisoned"])
+@pytest.mark.parametrize("kind", ["skipped", "left_out"])
 def test_parameters_that_are_not_finite_are_replaced_by_the_anchor(ranks: RankPool, kind: str) -> None:
-    result = ranks.run(scripted_island, 1, [kind, "committed"])[0]
+    outcomes = [said(kind, pseudo_gradient_norm=float("nan")), said("committed")]
+    overrides = dict(outer=dict(sync_every=1), train=dict(steps=2))
+    result = ranks.run(scripted_training, 1, outcomes, overrides)[0]
     for name, start in result["start"].items():
-        assert torch.equal(result["landed"][0][name], start if kind.startswith("skipped") else start - 0.25)
-    assert result["weights"] == [128.0, 128.0]  # the work is lost, and does not count
+        assert torch.equal(result["landed"][0][name], start if kind == "skipped" else start - 0.25)
+    assert [work.tokens for work in result["offers"]] == [128, 128]  # the work is lost, and does not count
+    assert [work.start for work in result["offers"]] == [0, 8]
+    (event,) = [row for row in result["rows"] if row["kind"] == "event"]
+    assert (event["what"], event["detail"]) == ("dropped", "8 sequences: the parameters were not finite at step 1")
 
 
 def rows_of_plain_training(process: Process, folder: str) -> list[dict[str, float]]:
@@ -190,7 +99,7 @@ def losses_of_bare_steps(process: Process) -> tuple[list[float], float]:
 
     island = build_island(small_config(), process, small_corpus())
     batches, rates = island.batches(), [learning_rate(island.config.optimizer, step, 5, 8) for step in range(5)]
-    return [island.train_step(*batches[step], rates[step]).loss for step in range(5)], island.evaluate()
+    return [island.train_step(*batches.at(0, 8 * step), rates[step]).loss for step in range(5)], island.evaluate()
 
 
 def test_without_hooks_the_loop_is_plain_training_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def train_island(process: Process, overrides: dict[str, Any], padded: bool) -> d
     batches, data = island.batches(), island.mesh.data
     share, results = BATCH // data.size(), []
     for step in range(steps):
-        inputs, targets = batches[step]
+        inputs, targets = batches.at(0, BATCH * step)
         if padded:
             targets[pad_mask(step)[data.get_local_rank() * share :][:share]] = IGNORED
         results.append(island.train_step(inputs, targets, learning_rate(config.optimizer, step, steps, BATCH)))
@@ -53,7 +53,7 @@ def reference(overrides: dict[str, Any], padded: bool) -> dict[str, Any]:
     seq_len, steps = config.data.seq_len, config.train.steps
     batches = Batches(corpus.train, seq_len, BATCH, Sampler(num_samples(corpus.train, seq_len), config.run.seed), 0, 1)
     rates = [learning_rate(config.optimizer, step, steps, BATCH) for step in range(steps)]
-    whole = [batches[step] for step in range(steps)]
+    whole = [batches.at(0, BATCH * step) for step in range(steps)]
     if padded:
         whole = [(x, y.masked_fill(pad_mask(step), IGNORED)) for step, (x, y) in enumerate(whole)]
     return plain_training(config, whole, rates)
@@ -254,7 +254,7 @@ def bf16_losses(process: Process, parallel: dict[str, Any]) -> tuple[list[float]
     config = small_config(train=dict(precision="bf16"), parallel=parallel, model=dict(pad_vocab_to_multiple_of=2))
     island = build_island(config, process, small_corpus())
     batches = island.batches()
-    losses = [island.train_step(*batches[step], 1e-3).loss for step in range(5)]
+    losses = [island.train_step(*batches.at(0, 8 * step), 1e-3).loss for step in range(5)]
     return losses, {parameter.dtype for parameter in island.model.parts[0].parameters()}
 
 
@@ -272,7 +272,7 @@ def test_bf16_keeps_fp32_weights_and_follows_fp32(ranks: RankPool, parallel: dic
     config = small_config(train=dict(precision="fp32"), optimizer=optimizer, model=dict(pad_vocab_to_multiple_of=2))
     corpus, seq_len = small_corpus(), config.data.seq_len
     batches = Batches(corpus.train, seq_len, 8, Sampler(num_samples(corpus.train, seq_len), 0), 0, 1)
-    expected = plain_training(config, [batches[step] for step in range(5)], [1e-3] * 5)["losses"]
+    expected = plain_training(config, [batches.at(0, 8 * step) for step in range(5)], [1e-3] * 5)["losses"]
     for losses, dtypes in ranks.run(bf16_losses, 2, parallel):
         assert dtypes == {torch.float32}
         assert losses == pytest.approx(expected, rel=2e-2)  # bf16 has 8 bits of mantissa
@@ -282,7 +282,7 @@ def test_bf16_keeps_fp32_weights_and_follows_fp32(ranks: RankPool, parallel: dic
 def skipped_step(process: Process) -> tuple[bool, bool]:
     island = build_island(small_config(), process, small_corpus())
     before = whole_parameters(island)
-    inputs, targets = island.batches()[0]
+    inputs, targets = island.batches().at(0, 0)
     with torch.no_grad():
         next(island.model.parts[0].parameters()).to_local().fill_(float("nan") if process.rank == 0 else 0.0)
     broken = whole_parameters(island)

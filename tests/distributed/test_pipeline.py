@@ -69,7 +69,7 @@ def test_evaluation_of_any_number_of_sequences(ranks: RankPool, schedule: str, s
 
 def bf16_steps(process: Process, overrides: dict[str, Any]) -> list[float]:
     island = build_island(small_config(**overrides), process, small_corpus())
-    return [island.train_step(*island.batches()[step], 1e-3).loss for step in range(3)]
+    return [island.train_step(*island.batches().at(0, 8 * step), 1e-3).loss for step in range(3)]
 
 
 def test_bf16_stages_follow_the_bf16_model(ranks: RankPool) -> None:
@@ -83,7 +83,7 @@ def reductions(process: Process, overrides: dict[str, Any]) -> int:
     """Reduce-scatters of one step."""
     island = build_island(small_config(**overrides), process, small_corpus())
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        island.train_step(*island.batches()[0], 1e-3)
+        island.train_step(*island.batches().at(0, 0), 1e-3)
     return sum(event.count for event in profiler.key_averages() if event.key.startswith("c10d::_reduce_scatter"))
 
 

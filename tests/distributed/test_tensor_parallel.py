@@ -46,7 +46,7 @@ def tensor_island(process: Process, sequence_parallel: bool, recompute: str = "n
 
 def one_batch(process: Process, sequence_parallel: bool, recompute: str) -> dict[str, Any]:
     island = tensor_island(process, sequence_parallel, recompute)
-    inputs, targets = island.batches()[0]
+    inputs, targets = island.batches().at(0, 0)
     with tensor.loss_context(2):
         with Collectives() as forward:
             logits = island.model.parts[0](inputs)
@@ -93,7 +93,7 @@ def test_each_half_communicates_once_each_way_and_logits_never(
 def gathered_logits(process: Process) -> int:
     island = tensor_island(process, sequence_parallel=False)
     with torch.no_grad(), Collectives() as collectives:
-        island.model.parts[0](island.batches()[0][0]).full_tensor()
+        island.model.parts[0](island.batches().at(0, 0)[0]).full_tensor()
     return collectives.largest
 
 

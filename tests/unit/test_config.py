@@ -136,7 +136,8 @@ def test_an_island_alone_refuses_outer_sections_unless_told_to_skip_them(tmp_pat
         ("train.stepz=3", "train.stepz: unknown key (did you mean 'steps'?)"),
         ("model.hiden_size=3", "model.hiden_size: unknown key (did you mean 'hidden_size'?)"),
         ("outer.optimizer.momentun=3", "outer.optimizer.momentun: unknown key (did you mean 'momentum'?)"),
-        ("outer.zzz=3", "outer.zzz: unknown key; the keys here are sync_every, optimizer, codec"),
+        ("outer.zzz=3", "outer.zzz: unknown key; the keys here are sync_every, left_out, optimizer, codec"),
+        ("outer.left_out=keep", "outer.left_out: 'keep' should be 'carry' or 'drop'"),
         ("data.paths=[a]", "data.paths: unknown key; the keys of data.type=python_stdlib are type, seq_len, held_out"),
         ("3=4", "3: unknown key; the keys here are run, model, data, parallel, optimizer, train, outer, exchange"),
         ("model.type=lama", "model.type: 'lama' is not one of llama (did you mean 'llama'?)"),
@@ -175,6 +176,7 @@ def test_an_island_alone_refuses_outer_sections_unless_told_to_skip_them(tmp_pat
 )  # fmt: skip
 def test_a_wrong_key_or_value_is_named_with_its_rule(tmp_path: Path, override: str, told: str) -> None:
     assert told in problem(tmp_path, override)
+
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_permutation_leaves_no_order_behind() -> None:
 @pytest.mark.parametrize(("samples", "max_slots"), [(24, 1), (24, 4), (1000, 8), (25, 4), (7, 8)])
 def test_no_two_islands_meet_a_sample_twice_in_an_epoch(samples: int, max_slots: int) -> None:
     positions = np.arange(samples // max_slots)
-    seen = np.concatenate([Sampler(samples, 5, slot, max_slots)(positions) for slot in range(max_slots)])
+    seen = np.concatenate([Sampler(samples, 5, max_slots)(positions, slot) for slot in range(max_slots)])
     assert len(np.unique(seen)) == len(seen) == samples // max_slots * max_slots
     assert 0 <= min(seen, default=0) and max(seen, default=0) < samples
 
@@ -57,7 +57,7 @@ def test_no_two_islands_meet_a_sample_twice_in_an_epoch(samples: int, max_slots:
 def test_every_epoch_meets_every_sample_once(samples: int, max_slots: int) -> None:
     """Position p of slot s is number p x max_slots + s of all: each run of ``samples`` numbers is an epoch."""
     positions = np.arange(3 * samples)
-    numbers = np.stack([Sampler(samples, 5, slot, max_slots)(positions) for slot in range(max_slots)], axis=1).ravel()
+    numbers = np.stack([Sampler(samples, 5, max_slots)(positions, slot) for slot in range(max_slots)], axis=1).ravel()
     epochs = numbers[: 3 * samples].reshape(3, samples)
     for epoch in epochs:
         assert np.array_equal(np.sort(epoch), np.arange(samples))
@@ -76,9 +76,9 @@ def test_a_seed_gives_its_own_order() -> None:
 TOKENS = np.random.default_rng(0).integers(0, 250, 1003).astype(np.uint8)
 
 
-def batches(rank: int = 0, ranks: int = 1, slot: int = 0, batch_size: int = 8) -> Batches:
+def batches(rank: int = 0, ranks: int = 1, batch_size: int = 8) -> Batches:
     samples = num_samples(TOKENS, 10)
-    return Batches(TOKENS, 10, batch_size, Sampler(samples, 3, slot, max_slots=2), rank, ranks)
+    return Batches(TOKENS, 10, batch_size, Sampler(samples, 3, max_slots=2), rank, ranks)
 
 
 def test_a_sample_is_its_tokens_and_the_one_that_follows() -> None:
@@ -97,27 +97,28 @@ def test_text_shorter_than_a_sample_has_none(length: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_ranks_shares_make_the_same_global_batch(ranks: int) -> None:
-    for step in (0, 5, 40):  # 40 is in a later epoch
-        whole = batches()[step]
-        shares = [batches(rank, ranks)[step] for rank in range(ranks)]
+    for position in (0, 43, 320):  # 320 is in a later epoch
+        whole = batches().at(1, position)
+        shares = [batches(rank, ranks).at(1, position) for rank in range(ranks)]
         for part in range(2):
             assert torch.equal(torch.cat([share[part] for share in shares]), whole[part])
 
 
 def test_a_batch_of_another_size_continues_the_same_order() -> None:
-    twice = torch.cat([batches(batch_size=4)[2][0], batches(batch_size=4)[3][0]])
-    assert torch.equal(twice, batches(batch_size=8)[1][0])
+    twice = torch.cat([batches(batch_size=4).at(0, 8)[0], batches(batch_size=4).at(0, 12)[0]])
+    assert torch.equal(twice, batches(batch_size=8).at(0, 8)[0])
 
 
 def test_a_restart_needs_no_replay() -> None:
     running = batches()
-    through = [running[step][0] for step in range(30)]
-    assert all(torch.equal(batches()[step][0], through[step]) for step in (29, 3, 17))
+    through = [running.at(0, 8 * step)[0] for step in range(30)]
+    assert all(torch.equal(batches().at(0, 8 * step)[0], through[step]) for step in (29, 3, 17))
+    assert torch.equal(batches().at(0, 4)[0], torch.cat([through[0][4:], through[1][:4]]))  # between two batches, too
     assert not torch.equal(through[0], through[1])
 
 
 def test_slots_meet_different_text() -> None:
-    assert not torch.equal(batches(slot=0)[0][0], batches(slot=1)[0][0])
+    assert not torch.equal(batches().at(0, 0)[0], batches().at(1, 0)[0])
 
 
 # Files.

@@ -10,7 +10,7 @@ from small import small_config
 from torch import Tensor
 
 from diloco.codecs.none import NoCodec
-from diloco.exchange.base import JoinError, RoundOutcome
+from diloco.exchange.base import JoinError, RoundOutcome, Work
 from diloco.exchange.in_memory import Hub, InMemoryExchange, build
 from diloco.outer_optimizers.sgd import Config, Sgd
 from diloco.outer_state import FragmentState, OuterState
@@ -39,7 +39,7 @@ class Islands:
         return [state.fragments[index] for state in self.states]
 
     def launch(
-        self, slot: int, fragment: int = 0, weight: float = 1.0, round_number: int = 0, poison: float = 0.0
+        self, slot: int, fragment: int = 0, weight: int = 1, round_number: int = 0, poison: float = 0.0
     ) -> Tensor:
         """Move ``slot`` away from its anchor and launch. Returns what it moved by, as fp32 has it."""
         state = self.states[slot].fragments[fragment]
@@ -47,7 +47,7 @@ class Islands:
         step[-1] += poison
         state.local.copy_(state.anchor - step)
         moved = state.anchor - state.local
-        self.exchanges[slot].launch(fragment, weight)
+        self.exchanges[slot].launch(fragment, work(weight, self.states[slot].fragments[fragment].ledger.positions[slot]))
         return moved
 
     def outcomes(self, fragment: int = 0, slots: list[int] | None = None) -> list[RoundOutcome]:
@@ -56,13 +56,18 @@ class Islands:
         return together([lambda exchange=exchange: exchange.outcome(fragment) for exchange in exchanges])
 
 
+def work(tokens: int, start: int = 0) -> Work:
+    """So many tokens; every sequence has 10."""
+    return Work(tokens, start, start + tokens // 10, step=7)
+
+
 def together(calls: list[Callable[[], RoundOutcome]]) -> list[RoundOutcome]:
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
         return [future.result(timeout=30) for future in futures]
 
 
-def plain_step(anchor: Tensor, momentum: Tensor, moved: list[Tensor], weights: list[float]) -> tuple[Tensor, Tensor]:
+def plain_step(anchor: Tensor, momentum: Tensor, moved: list[Tensor], weights: list[int]) -> tuple[Tensor, Tensor]:
     """The outer step of DiLoCo, as the paper writes it: anchor and momentum."""
     mean = torch.zeros_like(anchor)
     for step, weight in zip(moved, weights, strict=True):
@@ -72,7 +77,7 @@ def plain_step(anchor: Tensor, momentum: Tensor, moved: list[Tensor], weights: l
 
 
 def test_three_islands_agree_on_the_plain_outer_step_to_the_bit_over_three_rounds() -> None:
-    islands, weights = Islands(3), [1000.0, 3000.0, 500.0]
+    islands, weights = Islands(3), [1000, 3000, 500]
     anchor, momentum = islands.fragments()[0].anchor.clone(), torch.zeros(SIZES[0])
     for round_number in range(3):
         arriving = {slot: islands.launch(slot, 0, weights[slot], round_number) for slot in (2, 0, 1)}
@@ -90,11 +95,34 @@ def test_three_islands_agree_on_the_plain_outer_step_to_the_bit_over_three_round
 
 def test_an_outcome_tells_the_islands_own_norm_and_its_cosine_with_the_mean() -> None:
     islands = Islands(2)
-    moved = [islands.launch(slot, weight=weight).double() for slot, weight in enumerate((1.0, 3.0))]
+    moved = [islands.launch(slot, weight=weight).double() for slot, weight in enumerate((1, 3))]
     mean = moved[0] / 4 + moved[1] * 3 / 4
     for step, outcome in zip(moved, islands.outcomes(), strict=True):
         assert outcome.pseudo_gradient_norm == pytest.approx(float(step.norm()), rel=1e-6)
         assert outcome.cosine == pytest.approx(float(step @ mean / step.norm() / mean.norm()), rel=1e-5)
+
+
+def test_an_outcome_tells_what_the_swarm_has_counted() -> None:
+    islands = Islands(2)
+    for slot, tokens in enumerate((100, 30)):
+        islands.launch(slot, weight=tokens)
+    assert [(o.position, o.step, o.tokens) for o in islands.outcomes()] == [(10, 7, 130), (3, 7, 130)]
+    for slot, tokens in enumerate((50, 70)):
+        islands.launch(slot, weight=tokens, poison=NAN if slot == 1 else 0.0)
+    committed, left_out = islands.outcomes()
+    assert (committed.position, committed.tokens) == (15, 180)
+    assert (left_out.kind, left_out.position, left_out.tokens) == ("left_out", 3, 180)  # its work has not counted
+    assert {state.ledger.positions[:3] for state in islands.fragments()} == {(15, 3, 0)}
+
+
+def test_an_island_is_called_while_another_waits_for_it() -> None:
+    islands = Islands(2)
+    assert not islands.exchanges[1].called(0)
+    islands.launch(0)
+    assert islands.exchanges[1].called(0) and not islands.exchanges[1].called(1)
+    islands.launch(1)
+    islands.outcomes()
+    assert not any(exchange.called(0) for exchange in islands.exchanges)
 
 
 def test_fragments_have_rounds_of_their_own() -> None:
@@ -112,7 +140,7 @@ def test_fragments_have_rounds_of_their_own() -> None:
 def test_an_island_that_is_not_finite_is_left_out_and_follows_the_others_at_once(poison: float) -> None:
     islands = Islands(3)
     start = islands.fragments()[0].anchor.clone()
-    moved = [islands.launch(slot, 0, slot + 1.0, poison=poison if slot == 1 else 0.0) for slot in range(3)]
+    moved = [islands.launch(slot, 0, slot + 1, poison=poison if slot == 1 else 0.0) for slot in range(3)]
     began = time.monotonic()
     outcomes = islands.outcomes()
     assert time.monotonic() - began < 5  # nobody waited for the deadline
@@ -212,7 +240,7 @@ def test_a_run_with_one_island_needs_no_other_whatever_its_slot(slot: int) -> No
     exchange = build(small_config(swarm=dict(slot=slot)), state, schema="")
     assert exchange.join().slot == max(slot, 0)
     state.fragments[0].local.fill_(1.0)
-    exchange.launch(0, 4.0)
+    exchange.launch(0, work(4))
     outcome = exchange.outcome(0)
     assert (outcome.kind, outcome.members, outcome.weights) == ("committed", (max(slot, 0),), (4.0,))
     assert exchange.events() == []

@@ -160,7 +160,7 @@ def test_the_digest_changes_with_any_bit(pick: Callable[[FragmentState], Tensor]
             flip_a_bit(pick(state), index, bit)
             for target, source in zip(state.staged_tensors(), state.agreed_tensors(), strict=True):
                 target.copy_(source)
-            seen.add(state.seal_received(1, state.lineage))
+            seen.add(state.seal_received(1, state.lineage, state.ledger))
     assert len(seen) == numel * 32
     assert commit(state_of(numel), torch.ones(numel)) not in seen
 
@@ -193,7 +193,7 @@ def test_a_state_received_from_another_member_is_that_members_state() -> None:
     before = visible(receiver)
     for target, source in zip(receiver.staged_tensors(), donor.agreed_tensors(), strict=True):
         target.copy_(source)
-    digest = receiver.seal_received(donor.height, donor.lineage)
+    digest = receiver.seal_received(donor.height, donor.lineage, donor.ledger)
     assert visible(receiver) == before and digest == donor.digest  # the caller compares them, and then commits
     receiver.commit()
     assert visible(receiver) == visible(donor)
@@ -208,7 +208,7 @@ def test_a_received_state_that_was_damaged_has_another_digest() -> None:
     for target, source in zip(receiver.staged_tensors(), donor.agreed_tensors(), strict=True):
         target.copy_(source)
     flip_a_bit(receiver.staged_tensors()[1], 17, 3)
-    assert receiver.seal_received(donor.height, donor.lineage) != donor.digest
+    assert receiver.seal_received(donor.height, donor.lineage, donor.ledger) != donor.digest
 
 
 # Shared memory.

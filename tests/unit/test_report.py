@@ -28,6 +28,10 @@ SUMMARY_KEYS = {
     "eval_loss_start",
     "data_parallel_bytes",
     "islands",
+    "samples_trained",
+    "samples_lost",
+    "samples_repeated",
+    "seconds_lost",
 }
 
 

@@ -1,0 +1,128 @@
+"""What the islands of a run recorded, put together over restarts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from diloco.run_files import Row, island_dirs, metrics_files, read_rows
+from islands.config_file import ConfigError
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """What one process of an island wrote, in order."""
+
+    rows: list[Row]
+
+    def of(self, kind: str) -> list[Row]:
+        """Rows of one kind."""
+        return [row for row in self.rows if row["kind"] == kind]
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """What the process told of itself, if it came as far."""
+        details = [row.get("detail") for row in self.events("start")]
+        return next((detail for detail in details if isinstance(detail, dict)), {})
+
+    def events(self, what: str) -> list[Row]:
+        """Events of one name."""
+        return [row for row in self.of("event") if row.get("what") == what]
+
+
+@dataclass(frozen=True)
+class IslandRecord:
+    """One island of a run: all its processes, one after the other."""
+
+    island: int
+    incarnations: list[Incarnation]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """All of them, in the order in which they were written."""
+        return [row for incarnation in self.incarnations for row in incarnation.rows]
+
+    @cached_property
+    def steps(self) -> list[Row]:
+        """Inner steps; a number may come twice, where a process began again further back."""
+        return self._of("step")
+
+    @cached_property
+    def rounds(self) -> list[Row]:
+        """Outer rounds, however they ended."""
+        return self._of("round")
+
+    @cached_property
+    def evals(self) -> list[Row]:
+        """Evaluations."""
+        return self._of("eval")
+
+    @property
+    def parameters(self) -> int | None:
+        """Parameters of the model, if the island came as far as to tell."""
+        return next((found for each in self.incarnations if (found := each.start.get("parameters"))), None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the island came to the end of its run."""
+        return bool(self.incarnations) and bool(self.incarnations[-1].events("end"))
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that left this island, in rounds that came to nothing too."""
+        return sum(row.get("bytes_sent", 0) for row in self.rounds)
+
+    @cached_property
+    def kept_rounds(self) -> list[Row]:
+        """Rounds whose result this island holds. A round that it committed apart from the others, and gave up when they met
+        again, is none: the state that followed had counted less of its work, or was not further on."""
+        kept: list[Row] = []
+        highest: dict[int, int] = {}  # round of each fragment
+        for row in self.rounds:
+            if row.get("outcome") not in ("committed", "left_out"):
+                continue
+            fragment, number = row.get("fragment", 0), row.get("round", 0)
+            if row["outcome"] == "left_out" or number <= highest.get(fragment, 0):
+                kept = [earlier for earlier in kept if not _gives_up(row, earlier)]
+            kept.append(row)
+            highest[fragment] = number
+        return kept
+
+    def count(self, outcome: str) -> int:
+        """Rounds that ended like that."""
+        return sum(row.get("outcome") == outcome for row in self.rounds)
+
+    def _of(self, kind: str) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == kind]
+
+
+def read_run(run_dir: Path) -> list[IslandRecord]:
+    """What all islands of a run recorded.
+
+    Raises:
+        ConfigError: there is no run in ``run_dir``.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"RUN_DIR={run_dir}: no such folder. Give the run.dir of a run, such as runs/quickstart")
+    found = island_dirs(run_dir)
+    if not found:
+        raise ConfigError(f"RUN_DIR={run_dir} holds no folder island-<i>. Give the run.dir of a run")
+    return [IslandRecord(island, list(_incarnations(run_dir, island))) for island in found]
+
+
+def _incarnations(run_dir: Path, island: int) -> Iterator[Incarnation]:
+    """Those of the run that wrote last: a process that started a run afresh leaves the files before it to an earlier run."""
+    found = [Incarnation(read_rows(path)) for path in metrics_files(run_dir, island)]
+    afresh = [number for number, each in enumerate(found) if each.start.get("continues") is False]
+    yield from found[afresh[-1] if afresh else 0 :]
+
+
+def _gives_up(row: Row, earlier: Row) -> bool:
+    """Whether the state after ``row`` is one without the round of ``earlier``."""
+    if row.get("fragment") != earlier.get("fragment"):
+        return False
+    if row.get("round", 0) <= earlier.get("round", 0):
+        return True
+    counted, is_own = row.get("counted"), row.get("slot") == earlier.get("slot") and earlier["outcome"] == "committed"
+    return row["outcome"] == "left_out" and counted is not None and is_own and counted < earlier.get("position", 0)
