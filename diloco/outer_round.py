@@ -117,10 +117,15 @@ class OuterRound:
         return stall
 
     def _due(self, step: int) -> list[int]:
-        """Fragments whose round begins now. By the step every rank knows it; by the clock, rank 0 does."""
-        if isinstance(self._schedule, StepSchedule):
-            return self._schedule.launches(step)
-        due = self._timer and self._timer.due(time.monotonic(), self._coordinator.exchange.called)
+        """Fragments whose round begins now, as rank 0 knows: by schedule, or because the others are waiting."""
+        due: list[int] = []
+        if self._coordinator:
+            exchange, count = self._coordinator.exchange, self._schedule.num_fragments
+            if isinstance(self._schedule, StepSchedule):
+                scheduled = self._schedule.launches(step)
+                due = [index for index in range(count) if index in scheduled or exchange.is_late(index)]
+            else:
+                due = self._timer.due(time.monotonic(), exchange.called)
         return self._say_due(due, self._wait_seconds)
 
     def _launch(self, fragment: int, progress: Progress) -> Work:

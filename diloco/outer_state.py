@@ -20,6 +20,10 @@ from diloco.shared_memory import SharedMemory
 
 _ALIGN = 64
 _HASH_BYTES = 32
+#: What ``OuterState.called`` says of a fragment: nobody waits; others wait in its next round; they went on without this
+#: island, or have waited as long as they would for one that is gone.
+NOT_CALLED, CALLED, LATE = range(3)
+
 _NEW_SHARE = 0.25  # of the last round's norm in what counts as typical
 
 
@@ -241,7 +245,7 @@ class OuterState:
     """The outer state of a whole island, fragment by fragment.
 
     Attributes:
-        called: for each fragment whether others wait for this island to launch; written by the exchange.
+        called: for each fragment whether others wait for this island to launch (:data:`CALLED`); written by the exchange.
         step, tokens_per_second: how far this island is; written by the trainer.
         beat: grows as long as the trainer's process is not stopped.
 

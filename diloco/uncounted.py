@@ -49,6 +49,8 @@ def fate_of(work: Work, outcome: RoundOutcome, left_out: Literal["carry", "drop"
         return Fate("dropped", f"the parameters were not finite at step {work.step}")
     if outcome.kind == "skipped":
         return Fate("kept")
+    if outcome.rejected:  # by the others, or by this island itself, and not for being late
+        return Fate("dropped", outcome.reason)
     if outcome.position == work.position:  # the round committed with it after all, and the island did not hear of that
         return Fate("counted")
     if outcome.position > work.start:

@@ -138,6 +138,9 @@ class Scripted:
         assert tokens_per_second > 0
         self.calls.append(step)
 
+    def is_late(self, fragment: int) -> bool:
+        return False
+
     def called(self, fragment: int) -> bool:
         return self.others_wait
 

@@ -130,6 +130,12 @@ class Exchange(Protocol):
     def called(self, fragment: int) -> bool:
         """Whether another island waits for this one to launch its next round of ``fragment``."""
 
+    def is_late(self, fragment: int) -> bool:
+        """Whether the others went on without this island, or have waited for it as long as they would for one that is gone.
+
+        It then launches at once, whatever its schedule says, so that it holds nobody up any longer.
+        """
+
     def launch(self, fragment: int, work: Work) -> None:
         """Offer this island's parameters to the next round of ``fragment``, weighted by ``work.tokens``. Returns at once."""
 

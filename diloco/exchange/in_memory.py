@@ -105,6 +105,10 @@ class InMemoryExchange:
         with self._hub.condition:
             return self._hub.is_open(fragment, self._state.fragments[fragment].height)
 
+    def is_late(self, fragment: int) -> bool:
+        """See :class:`diloco.exchange.base.Exchange`. Nobody goes on without an island that is a thread."""
+        return False
+
     def launch(self, fragment: int, work: Work) -> None:
         """See :class:`diloco.exchange.base.Exchange`. Says at once if there is nothing finite to offer."""
         started, state = time.monotonic(), self._state.fragments[fragment]

@@ -282,7 +282,6 @@ class TestRound:
                 min_islands=1,
                 max_weight_ratio=10.0,
                 carry=True,
-                by_the_clock=False,
                 report=said.append,
                 background=asyncio.ensure_future,
             )

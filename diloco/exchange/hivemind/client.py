@@ -17,7 +17,7 @@ from diloco.config import RunConfig
 from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat, Work
 from diloco.exchange.hivemind import ipc, process
 from diloco.exchange.hivemind.lifetime import describe_exit
-from diloco.outer_state import OuterState
+from diloco.outer_state import LATE, NOT_CALLED, OuterState
 
 _START_SECONDS = 300.0  # imports on a busy machine, on top of swarm.join_timeout
 _GRACE_SECONDS = 15.0  # on top of exchange.round_deadline: one settling of votes and a busy machine
@@ -93,7 +93,11 @@ class HivemindExchange:
 
     def called(self, fragment: int) -> bool:
         """See :class:`diloco.exchange.base.Exchange`."""
-        return bool(self._state.called[fragment])
+        return int(self._state.called[fragment]) != NOT_CALLED
+
+    def is_late(self, fragment: int) -> bool:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        return int(self._state.called[fragment]) == LATE
 
     def launch(self, fragment: int, work: Work) -> None:
         """See :class:`diloco.exchange.base.Exchange`.

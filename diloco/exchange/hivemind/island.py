@@ -160,7 +160,6 @@ class _Island:
             exchange.min_islands,
             exchange.max_weight_ratio,
             carry=config.outer.left_out == "carry",
-            by_the_clock=isinstance(config.outer.sync_every, str),
             report=self._send,
             background=tasks.create_task,
         )

@@ -37,6 +37,7 @@ from diloco.exchange.hivemind.network import Stream
 from diloco.exchange.hivemind.offers import matching
 from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
+from diloco import outer_state
 from diloco.outer_state import FragmentState, OuterState
 
 _ATTEMPTS_KEPT = 64
@@ -63,7 +64,6 @@ class Rounds:
         self._late = around.membership.own.since > 0
         self._frozen = False
         self._called_since: dict[int, float] = {}
-        self._patience = 0.0 if around.by_the_clock else around.membership.peer_timeout
         self.granting = Granting(around, max_slots, self._keep)
         around.membership.make_status = self._status
         around.membership.on_change = self._notice
@@ -77,7 +77,7 @@ class Rounds:
     async def launch(self, fragment: int, work: Work) -> None:
         """Run the next round of a fragment to its end, and report it."""
         state = self._state.fragments[fragment]
-        self._state.called[fragment] = 0
+        self._state.called[fragment] = outer_state.NOT_CALLED
         current = self._rounds[fragment] = Round(self._around, state, work, self._keep)
         self._passing.pop(fragment, None)
         outcome: RoundOutcome = await current.run()
@@ -240,26 +240,22 @@ class Rounds:
             current.notice()
 
     def _look_for_calls(self) -> None:
-        """Tell the trainer whether it should launch a fragment's round early."""
+        """Tell the trainer whether the others wait for it to launch a fragment's round, or went on without it."""
         for state in self._state.fragments if self._started else ():
-            waiting = state.index not in self._rounds and self._is_called(state)
-            self._state.called[state.index] = int(waiting)
+            idle = state.index not in self._rounds
+            self._state.called[state.index] = self._urgency(state) if idle else outer_state.NOT_CALLED
 
-    def _is_called(self, state: FragmentState) -> bool:
-        """The others are further, or wait for this island: at once where rounds go by the clock, else after peer_timeout.
-
-        Where rounds go by steps all islands do the same number of them, unless one is so late that it holds up all.
-        """
+    def _urgency(self, state: FragmentState) -> int:
         live = self._around.membership.live()
-        own, tips = tip_of(state), {member.slot: tip for member in live if (tip := member.tips.get(state.index))}
-        if tip_to_adopt(own, tips):
-            return True
+        tips = {member.slot: tip for member in live if (tip := member.tips.get(state.index))}
+        if tip_to_adopt(tip_of(state), tips):
+            return outer_state.LATE
         next_round = (state.index, state.height + 1, bytes.fromhex(state.lineage))
         if not any(matching(member.offers, *next_round) for member in live):
             self._called_since.pop(state.index, None)
-            return False
-        since = self._called_since.setdefault(state.index, time.monotonic())
-        return time.monotonic() - since >= self._patience
+            return outer_state.NOT_CALLED
+        waiting = time.monotonic() - self._called_since.setdefault(state.index, time.monotonic())
+        return outer_state.LATE if waiting >= self._around.membership.peer_timeout else outer_state.CALLED
 
     def _member_lost(self, member: Member, reason: str) -> None:
         self.granting.member_lost(member.slot, reason)

@@ -29,7 +29,6 @@ class Surroundings:
     Attributes:
         max_weight_ratio: see the configuration.
         carry: an island that was left out keeps its work for the next round.
-        by_the_clock: rounds are launched after some seconds, not steps.
         report: to the trainer.
         background: runs something that nobody waits for.
         last_round: of each fragment.
@@ -43,7 +42,6 @@ class Surroundings:
     min_islands: int
     max_weight_ratio: float
     carry: bool
-    by_the_clock: bool
     report: Callable[[Committing | ExchangeEvent], None]
     background: Callable[[Coroutine[None, None, object]], None]
     last_round: dict[int, LastRound] = field(default_factory=dict)
