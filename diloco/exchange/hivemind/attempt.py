@@ -32,6 +32,7 @@ class Attempt:
         members: slots, in the order of the proposal.
         transfer: its bytes; None after the end.
         ballots: votes by slot, the own one too.
+        hearsay: votes that came after it was given up, or that others tell of. They commit nothing, but tell who is to blame.
         committed: the result was swapped in.
         frozen: given up. It may still be adopted, when it turns out that another member committed it.
     """
@@ -47,6 +48,7 @@ class Attempt:
         self.proposal, self.id, self.slot = proposal, proposal.id(), slot
         self.members, self.transfer, self._judge = tuple(members), transfer, judge
         self.ballots: dict[int, Ballot] = {}
+        self.hearsay: dict[int, Ballot] = {}
         self.committed = self.frozen = False
         self._failure: asyncio.Future[AttemptFailed] = asyncio.get_running_loop().create_future()
         self._news = asyncio.Event()
@@ -73,6 +75,7 @@ class Attempt:
     def vote(self, ballot: Ballot) -> bool:
         """Count a vote; False where it comes too late."""
         if self.frozen:
+            self.hearsay[ballot.slot] = ballot
             return False
         self.ballots[ballot.slot] = ballot
         self._news.set()

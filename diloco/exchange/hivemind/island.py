@@ -192,10 +192,12 @@ class _Island:
                 self._network.know(peer, request.addresses)  # a member that was restarted may listen elsewhere
             return reply
         member = self._membership.of_peer(peer) if self._membership else None
-        if member is None:
-            if self._membership:  # before that it may be a member who heard earlier that all are there
-                self._network.refused["stranger"] += 1
-            elif isinstance(request, messages.Status):
+        if member is None and self._membership:
+            self._network.refused["stranger"] += 1
+            roster = self._membership.roster
+            return messages.NotAMember(roster_height=roster.height, roster_lineage=roster.lineage)
+        if member is None:  # it may be a member who heard earlier that all are there, or one of a run in progress
+            if isinstance(request, messages.Status):
                 self._door.hints.add(peer)
             return messages.Refused(reason="not a member of this run; say hello first")
         return await self._rounds.answer(member, request)

@@ -8,7 +8,7 @@ from typing import Callable, Coroutine
 
 from diloco.exchange.base import ExchangeEvent
 from diloco.exchange.hivemind import messages
-from diloco.exchange.hivemind.messages import Entry, Offer, Status, Tip
+from diloco.exchange.hivemind.messages import Entry, NotAMember, Offer, Status, Tip
 from diloco.exchange.hivemind.network import Network, Unreachable
 from diloco.exchange.hivemind.roster import Roster
 
@@ -104,9 +104,8 @@ class Membership:
             if (old is None or old.ticket != entry.ticket) and entry.slot != self.slot:
                 what = "joins" if old is None else "comes again" if old.peer == entry.peer else "takes over"
                 self._tell(ExchangeEvent("joined", f"island {entry.slot} {what}, epoch {entry.epoch}"))
-        own = roster.of_ticket(self.own.ticket)
-        if own is None and not self._lost_seat.done():
-            self._lost_seat.set_exception(SeatLost(f"slot {self.slot} was given to another island"))
+        if roster.of_ticket(self.own.ticket) is None:
+            self._lose_seat()
         self.publish()
         self.on_change()
 
@@ -182,6 +181,8 @@ class Membership:
             if error.gone:
                 self.lost(member, f"can't be reached: {error}")
             return False
+        if isinstance(reply, NotAMember):
+            self._check_seat(reply)
         if not isinstance(reply, Status):
             if member.status:  # it was started again, and is not a member yet
                 self.restarted(member, b"")
@@ -219,6 +220,14 @@ class Membership:
         """Where this island stands now."""
         self._sequence += 1
         return self.make_status(self._sequence, self._incarnation)
+
+    def _check_seat(self, reply: NotAMember) -> None:
+        if self.roster.comes_before(reply.roster_height, reply.roster_lineage):
+            self._lose_seat()
+
+    def _lose_seat(self) -> None:
+        if not self._lost_seat.done():
+            self._lost_seat.set_exception(SeatLost(f"slot {self.slot} was given to another island"))
 
     def _take_in(self, roster: Roster) -> None:
         """Have a member for every entry but this island's, and only for those."""

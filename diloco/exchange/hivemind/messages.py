@@ -118,6 +118,14 @@ class Refused(_Message):
     reason: Text
 
 
+class NotAMember(_Message):
+    """Answer to one who is not in the member list, of this height and lineage: it may have been, and lost its slot."""
+
+    kind: Literal["not_a_member"] = "not_a_member"
+    roster_height: Height
+    roster_lineage: Hash
+
+
 class Ack(_Message):
     """Yes."""
 
@@ -316,7 +324,7 @@ class StateHeader(_Message):
 
 
 Request = Hello | Status | Leave | Proposal | Grant | Vote | Settle | RosterRequest
-Reply = Wait | Welcome | Queued | Elsewhere | Refused | Ack | Settled | Status | Roster
+Reply = Wait | Welcome | Queued | Elsewhere | Refused | NotAMember | Ack | Settled | Status | Roster
 Header = ContributionHeader | StateRequest | StateHeader | Refused
 Message = Request | Reply | Header
 

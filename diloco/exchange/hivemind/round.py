@@ -310,12 +310,12 @@ class Round:
 
     async def _learn_from(self, attempt: Attempt, failure: AttemptFailed) -> AttemptFailed:
         """What a vote that did not lead to a commit tells about the members, for the next attempt."""
-        ballots = attempt.ballots
+        ballots = attempt.hearsay | attempt.ballots
         if len(ballots) < len(attempt.members):
             return failure
-        if objection := attempt.objection():
+        if objection := attempt.objection(ballots.values()):
             self._convict([objection])
-        elif not attempt.unanimous():
+        elif not attempt.unanimous(ballots.values()):
             self._disagreements += 1
             if not await asyncio.to_thread(self._state.is_intact):
                 self._damaged, self._convicted = True, {}
@@ -328,6 +328,11 @@ class Round:
 
     def _convict(self, found: list[Excluded]) -> None:
         self._convicted |= {each.claim.slot: each for each in found}
+        self._tell_excluded(found)
+
+    def _tell_excluded(self, excluded: list[Excluded]) -> None:
+        for told in offers.rules_in_words(excluded):
+            self._around.report(ExchangeEvent("excluded", told))
 
     async def _transfer_and_vote(self, attempt: Attempt) -> None:
         """Up to where nothing but the swap is missing. What runs in a thread is waited for, never abandoned."""
@@ -353,8 +358,7 @@ class Round:
         """Nothing in here waits, so no message can come between the decision and the swap."""
         attempt.committed, attempt.transfer, self._attempt = True, None, None
         proposal = attempt.proposal
-        for told in offers.rules_in_words(proposal.excluded):
-            self._around.report(ExchangeEvent("excluded", told))
+        self._tell_excluded([each for each in proposal.excluded if each.claim.slot not in self._convicted])
         excluded = tuple(LeftOut(slot=each.claim.slot, rule=each.rule) for each in proposal.excluded)
         last = LastRound(attempt.members, proposal.weights, excluded)
         return self._swap("committed", last, cosine=self._cosine)
@@ -372,7 +376,9 @@ class Round:
         last = LastRound(taken.members, taken.weights, taken.excluded)
         if self._was_counted(taken):
             return self._swap("committed", last)
-        rules = [each.rule for each in taken.excluded if each.slot == self._around.membership.slot]
+        slot = self._around.membership.slot
+        rules = [each.rule for each in taken.excluded if each.slot == slot]
+        rules += [self._convicted[slot].rule] if slot in self._convicted else []
         why = _DAMAGED if self._damaged else f"by the rule {rules[0]!r}" if rules else self._trouble or self._why_not()
         reason = f"the others committed height {tip.height} without this island" + (f": {why}" if why else "")
         if not rules and self._may_go_on(offers.ledger_of(taken)):

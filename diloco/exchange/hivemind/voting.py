@@ -55,6 +55,7 @@ async def settle(
     replies = await asyncio.gather(*(around.call(slot, question, _SETTLE_SECONDS) for slot in asked))
     settled = {slot: reply for slot, reply in zip(asked, replies, strict=True) if isinstance(reply, Settled)}
     ballots = [ballot for reply in settled.values() for ballot in reply.ballots]
+    attempt.hearsay |= {ballot.slot: ballot for ballot in ballots if attempt.names(ballot.slot)}
     if attempt.slot not in attempt.ballots:
         return "given_up"  # nobody commits without this member's vote
     if any(reply.committed for reply in settled.values()) or attempt.accepted(ballots):
