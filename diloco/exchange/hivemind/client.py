@@ -233,7 +233,7 @@ class HivemindExchange:
                     self._show_taking(message)
                 case ipc.SeatLost():
                     self._reseating = True
-                    self._start = replace(self._start, rejoin=None)
+                    self._start = replace(self._start, rejoin=None, any_slot=True)
                     self._end_reason = message.reason
                 case ipc.Refused():
                     if self._seat:  # training goes on, and so do the attempts to come back

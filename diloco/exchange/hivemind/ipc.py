@@ -18,6 +18,7 @@ class Start:
         rejoin: the member list that an earlier exchange process of this trainer had; None at the first start.
         listen: host:port; a process that is started again keeps the port of the first.
         started: the outer state is what the trainer trains on.
+        any_slot: the configured slot was given to another island; take any.
     """
 
     settings: dict[str, Any]
@@ -29,6 +30,7 @@ class Start:
     ticket: bytes
     rejoin: Roster | None = None
     started: bool = False
+    any_slot: bool = False
 
 
 @dataclass(frozen=True)

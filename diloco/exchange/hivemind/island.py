@@ -116,7 +116,7 @@ class _Island:
         hello = messages.Hello(
             run=self._config.run.name,
             settings=self._door.settings,
-            slot=swarm.slot,
+            slot=-1 if self._start.any_slot else swarm.slot,
             addresses=addresses,
             ticket=self._start.ticket,
         )
