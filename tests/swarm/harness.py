@@ -396,7 +396,7 @@ def _stranger_main(pipe: Connection, address: str) -> None:
     async def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
             daemon = await start_daemon("127.0.0.1:0", "", f"{folder}/key")
-            await daemon.dial(address)
+            await daemon.dial(address.rpartition("/")[2], address)
             pipe.send(await throw_garbage(daemon, address.rpartition("/")[2]))
             await daemon.shutdown()
 

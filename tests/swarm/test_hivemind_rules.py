@@ -171,13 +171,20 @@ class TestRound:
     class Network:
         """Answers every status with a given one, and opens no stream."""
 
-        peer = "peer0"
+        peer, carriers = "peer0", ()
 
         def __init__(self, reply: messages.Status | None) -> None:
             self.reply, self.asked = reply, 0
 
         def know(self, peer: str, addresses: tuple[str, ...]) -> None:
             """Nothing to know."""
+
+        def learn_carriers(self, *arguments: object, **keywords: object) -> None:
+            """Nothing to learn."""
+
+        def lanes(self, peer: str) -> int:
+            """One."""
+            return 1
 
         async def call(self, peer: str, request: messages.Request, timeout: float) -> messages.Reply:
             """The reply, or none in time."""

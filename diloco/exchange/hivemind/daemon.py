@@ -7,6 +7,7 @@ import socket
 import time
 
 from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.exchange.base import JoinError
@@ -14,6 +15,7 @@ from diloco.exchange.hivemind.lifetime import describe_exit, dying_with_me
 
 _PORT_WAIT_SECONDS = 5.0
 _START_SECONDS = 60.0
+_MAX_REQUEST_BYTES = 1 << 20  # four times the longest message of ours; what is longer never leaves the daemon
 
 
 class Daemon(P2P):
@@ -31,10 +33,14 @@ class Daemon(P2P):
             return "its control connection broke"
         return describe_exit(ended.result())
 
-    async def dial(self, address: str) -> None:
-        """Connect to the peer that a full multiaddr names. Raises P2PDaemonError."""
-        transport, _, peer = address.rpartition("/p2p/")
-        await self._client.connect(PeerID.from_base58(peer), [Multiaddr(transport)])
+    async def dial(self, peer: str, *addresses: str) -> None:
+        """Connect to a peer at one of its addresses, full multiaddrs; others told them. Raises P2PDaemonError."""
+        try:
+            transports = [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
+            target = PeerID.from_base58(peer)
+        except ValueError as error:
+            raise P2PDaemonError(f"no address of a peer: {error}") from None
+        await self._client.connect(target, transports)
 
     async def add_handler(self, name: str, handler) -> None:
         """Answer requests called ``name`` with ``await handler(raw, peer_id)``."""
@@ -49,13 +55,17 @@ class Daemon(P2P):
         return await asyncio.shield(call)
 
 
-async def start_daemon(listen: str, announce: str, identity_path: str) -> Daemon:
+async def start_daemon(listen: str, announce: str, identity_path: str | None, key: str = "swarm.listen") -> Daemon:
     """Start libp2p on ``listen`` (host:port), with no relay and no hole punching: every peer is dialed directly.
+
+    Args:
+        identity_path: file with its private key, made when missing; None: a new one that is never written anywhere.
+        key: of the configuration, to be named when it can't listen there.
 
     Raises:
         JoinError: the port is taken.
     """
-    await _wait_for_port(listen)
+    await _wait_for_port(listen, key)
     return await Daemon.create(
         host_maddrs=[_multiaddr(listen)],
         announce_maddrs=[_multiaddr(announce)] if announce else None,
@@ -66,6 +76,7 @@ async def start_daemon(listen: str, announce: str, identity_path: str) -> Daemon
         nat_port_map=False,
         use_ipfs=False,
         startup_timeout=_START_SECONDS,
+        persistent_conn_max_msg_size=_MAX_REQUEST_BYTES,
     )
 
 
@@ -94,7 +105,7 @@ def _multiaddr(host_port: str) -> str:
     return f"/ip{ip.version}/{ip}/tcp/{port}"
 
 
-async def _wait_for_port(listen: str) -> None:
+async def _wait_for_port(listen: str, key: str) -> None:
     """The daemon would share a port that another daemon listens on, and take some of its connections: look first.
 
     Waits a little, because the daemon of a process that was just killed may not be gone yet.
@@ -116,5 +127,5 @@ async def _wait_for_port(listen: str) -> None:
                 remedy = "stop the program that holds it or choose another port; port 0 takes any free one"
                 if error.errno == errno.EADDRNOTAVAIL:
                     remedy = "it is not this machine's; listen on 0.0.0.0 and set swarm.announce to the one others use"
-                problem = f"swarm.listen={listen}: can't listen on port {port}: {error.strerror}"
+                problem = f"{key}={listen}: can't listen on port {port}: {error.strerror}"
                 raise JoinError(f"{problem}; {remedy}") from None

@@ -11,7 +11,7 @@ from diloco.exchange.base import ExchangeEvent, JoinError
 from diloco.exchange.hivemind.daemon import host_and_port
 from diloco.exchange.hivemind.ipc import Place
 from diloco.exchange.hivemind.messages import Elsewhere, Entry, Hello, Refused, Reply, Wait, Welcome
-from diloco.exchange.hivemind.network import Network, Unreachable
+from diloco.exchange.hivemind.network import KeyDiffers, Network, Unreachable
 from diloco.exchange.hivemind.settings import difference
 
 _ASK_AGAIN_SECONDS = 0.25
@@ -142,6 +142,8 @@ async def ask_to_join(network: Network, hello: Hello, initial_peers: list[str], 
         for address in list(peers):
             try:
                 reply = await _ask(network, hello, address)
+            except KeyDiffers as error:
+                raise JoinError(f"{address} answers, but {error}") from None
             except Unreachable as error:
                 problems[address] = str(error)
                 continue

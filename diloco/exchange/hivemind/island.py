@@ -7,14 +7,16 @@ from multiprocessing.connection import Connection
 
 from diloco.config import RunConfig
 from diloco.exchange.base import ExchangeEvent, Seat
-from diloco.exchange.hivemind import daemon, ipc, messages
-from diloco.exchange.hivemind.directory import publish_for_ever
+from diloco.exchange.hivemind import carriers, daemon, ipc, messages
+from diloco.exchange.hivemind.directory import KeyAuthorizer, publish_for_ever
 from diloco.exchange.hivemind.door import Door, ask_to_join, wait_for_all
 from diloco.exchange.hivemind.membership import Membership
 from diloco.exchange.hivemind.network import Network, Stream, Unreachable
 from diloco.exchange.hivemind.rounds import Rounds
+from diloco.exchange.hivemind.seal import Seal, subkey
 from diloco.exchange.hivemind.settings import shared_settings
 from diloco.exchange.hivemind.surroundings import Surroundings
+from diloco.swarm_key import read_key
 from islands import plugins
 from islands.config_file import parse_config
 
@@ -56,6 +58,7 @@ class _Island:
         self.closed = asyncio.Event()
         self._launches: asyncio.Queue[ipc.Launch] = asyncio.Queue()
         self._daemon: daemon.Daemon | None = None
+        self._carriers: list[daemon.Daemon] = []
         self._network: Network | None = None
         self._membership: Membership | None = None
         self._rounds: Rounds | None = None
@@ -70,7 +73,8 @@ class _Island:
         """Until cancelled. Raises JoinError, DaemonDied."""
         swarm = self._config.swarm
         self._daemon = await daemon.start_daemon(self._start.listen, swarm.announce, self._start.identity_path)
-        network = self._network = Network(self._daemon, heard=self._heard)
+        self._carriers = await carriers.start_carriers(swarm.listen, swarm.announce, swarm.data_connections)
+        network = self._network = await self._open_network()
         addresses = await daemon.addresses(self._daemon)
         await network.serve(self._answer, self._stream)
         self._send(ipc.Listening(addresses[0]))
@@ -86,7 +90,9 @@ class _Island:
             tasks.create_task(self._report_refused(network))
             interval = self._membership.interval
             tasks.create_task(
-                publish_for_ever(self._daemon, self._config.run.name, place, others, self._start.state, interval)
+                publish_for_ever(
+                    self._daemon, self._config.run.name, place, others, self._start.state, interval, self._authorizer()
+                )
             )
             await self._membership.wait_until_known()
             self._send(ipc.Joined(Seat(place.slot, addresses[0]), places, self._listen(addresses[0])))
@@ -98,8 +104,21 @@ class _Island:
         """Leave the swarm, if the trainer said so, and end the daemon."""
         if self._membership and self.closed.is_set():
             await self._membership.leave()
-        if self._daemon:
-            await self._daemon.shutdown()
+        for one in filter(None, (self._daemon, *self._carriers)):
+            await one.shutdown()
+
+    async def _open_network(self) -> Network:
+        own = carriers.Carriers(self._carriers, await carriers.described(self._carriers))
+        return Network(self._daemon, self._heard, Seal(self._subkey("messages")), own, self._send)
+
+    def _authorizer(self) -> KeyAuthorizer | None:
+        key = self._subkey("directory")
+        return KeyAuthorizer(key) if key else None
+
+    def _subkey(self, use: str) -> bytes:
+        """Empty in a swarm without a key."""
+        key_file = self._config.swarm.key_file
+        return subkey(read_key(key_file), self._config.run.name, use) if key_file else b""
 
     async def _join(self, network: Network, addresses: tuple[str, ...]) -> tuple[ipc.Place, ...]:
         swarm = self._config.swarm
@@ -171,7 +190,9 @@ class _Island:
         await self._rounds.stream(member, header, stream)
 
     async def _watch_daemon(self) -> None:
-        raise DaemonDied(f"the libp2p daemon of this island ended: {await self._daemon.died()}")
+        deaths = [asyncio.create_task(one.died()) for one in (self._daemon, *self._carriers)]
+        [first, *_], _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+        raise DaemonDied(f"the libp2p daemon of this island ended: {first.result()}")
 
     async def _report_refused(self, network: Network) -> None:
         reported = 0

@@ -107,6 +107,7 @@ class Membership:
         member.incarnation, member.sequence = status.incarnation, status.sequence
         member.tips = {tip.fragment: tip for tip in status.tips}
         member.offers = {offer.fragment: offer for offer in status.offers}
+        self._network.learn_carriers(member.peer, status.carriers)
         self.on_change()
 
     async def exchange_status(self, member: Member) -> bool:
@@ -124,6 +125,7 @@ class Membership:
         if not isinstance(reply, Status):
             return False
         self.receive_status(member, reply)
+        self._network.learn_carriers(member.peer, reply.carriers, answered=True)
         return True
 
     def publish(self) -> None:
@@ -170,7 +172,11 @@ class Membership:
         tips, offers = self.standing()
         self._sequence += 1
         return Status(
-            incarnation=self._incarnation, sequence=self._sequence, tips=tuple(tips), offers=tuple(offers)
+            incarnation=self._incarnation,
+            sequence=self._sequence,
+            tips=tuple(tips),
+            offers=tuple(offers),
+            carriers=self._network.carriers,
         )
 
     async def _watch(self) -> None:

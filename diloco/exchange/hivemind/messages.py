@@ -9,11 +9,14 @@ from typing import Annotated, Literal
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from diloco.config import MAX_DATA_CONNECTIONS
+
 #: Longest message, in bytes; checked before it is parsed.
 MAX_MESSAGE_BYTES = 256 << 10
 
 MAX_MEMBERS = 1024
 MAX_FRAGMENTS = 1024
+MAX_CARRIER_ADDRESSES = 8
 
 Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
 Slot = Annotated[int, Field(ge=0, lt=1 << 20)]
@@ -113,10 +116,18 @@ class Offer(_Message):
     passed: bool
 
 
+class Carrier(_Message):
+    """A data connection of a member: a daemon that moves its bulk bytes, with a peer id of its own."""
+
+    peer: Peer
+    addresses: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=MAX_CARRIER_ADDRESSES)]
+
+
 class Status(_Message):
     """Sign of life, sent at an interval and whenever it changes, and the answer to one. Replaces the member's last one.
 
-    ``incarnation`` tells one process of an island from the next, ``sequence`` the order of its messages.
+    ``incarnation`` tells one process of an island from the next, ``sequence`` the order of its messages; ``carriers`` stay
+    the same for an incarnation.
     """
 
     kind: Literal["status"] = "status"
@@ -124,6 +135,7 @@ class Status(_Message):
     sequence: Annotated[int, Field(ge=0)]
     tips: Annotated[tuple[Tip, ...], Field(max_length=MAX_FRAGMENTS)]
     offers: Annotated[tuple[Offer, ...], Field(max_length=MAX_FRAGMENTS)]
+    carriers: Annotated[tuple[Carrier, ...], Field(max_length=MAX_DATA_CONNECTIONS)] = ()
 
 
 class Leave(_Message):
@@ -193,10 +205,16 @@ class Settled(_Message):
 
 
 class ContributionHeader(_Message):
-    """Opens a stream that carries encoded chunks one way and their encoded means the other."""
+    """Opens a stream that carries encoded chunks one way and their encoded means the other.
+
+    It is number ``lane`` of ``lanes`` that share the chunks: it carries every one whose place in the share is ``lane`` modulo
+    ``lanes``.
+    """
 
     kind: Literal["contribution"] = "contribution"
     proposal: Hash
+    lane: Annotated[int, Field(ge=0, lt=MAX_DATA_CONNECTIONS)]
+    lanes: Annotated[int, Field(ge=1, le=MAX_DATA_CONNECTIONS)]
 
 
 class StateRequest(_Message):

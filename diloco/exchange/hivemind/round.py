@@ -207,7 +207,8 @@ class Round:
             [share.weight for share in proposal.shares],
             proposal.shares.index(self._own_share()),
             self._traffic,
-            lambda position: self._open_stream(proposal, position),
+            lambda position: self._around.network.lanes(proposal.shares[position].peer),
+            lambda position, lane, lanes: self._open_stream(proposal, position, lane, lanes),
         )
         attempt = Attempt(proposal, self._around.membership.slot, transfer)
         if self._attempt:
@@ -218,9 +219,9 @@ class Round:
         self.notice()
         return attempt
 
-    async def _open_stream(self, proposal: Proposal, position: int) -> Stream:
-        header = ContributionHeader(proposal=proposal.id())
-        return await self._around.network.open_stream(proposal.shares[position].peer, header, self._traffic)
+    async def _open_stream(self, proposal: Proposal, position: int, lane: int, lanes: int) -> Stream:
+        header = ContributionHeader(proposal=proposal.id(), lane=lane, lanes=lanes)
+        return await self._around.network.open_stream(proposal.shares[position].peer, header, self._traffic, lane)
 
     async def _try(self, attempt: Attempt) -> RoundOutcome | None:
         try:

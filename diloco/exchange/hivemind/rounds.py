@@ -88,7 +88,7 @@ class Rounds:
         """Serve a stream that a member opened."""
         match header:
             case ContributionHeader():
-                await self._take_contribution(member, header.proposal, stream)
+                await self._take_contribution(member, header, stream)
             case StateRequest() if header.fragment < len(self._state.fragments):
                 members, weights = self._around.last_round.get(header.fragment, ((), ()))
                 async with self._donations:
@@ -96,12 +96,13 @@ class Rounds:
             case _:
                 raise messages.BadMessage(f"{header.kind!r} opens no stream")
 
-    async def _take_contribution(self, member: Member, proposal: bytes, stream: Stream) -> None:
-        attempt = await self._find_attempt(proposal)
+    async def _take_contribution(self, member: Member, header: ContributionHeader, stream: Stream) -> None:
+        attempt = await self._find_attempt(header.proposal)
         if attempt is None or attempt.transfer is None or not attempt.names(member.slot):
             raise messages.BadMessage("a contribution to a proposal that is not open here")
+        position = attempt.position(member.slot)
         try:
-            await attempt.unless_failed(attempt.transfer.serve(attempt.position(member.slot), stream))
+            await attempt.unless_failed(attempt.transfer.serve(position, header.lane, header.lanes, stream))
         except (OSError, EOFError, ValueError) as error:
             attempt.fail(f"lost the stream of island {member.slot}: {error}")
             raise
