@@ -7,14 +7,14 @@ leaves a file when it has fired, so that a test can prove that it did.
 import asyncio
 import multiprocessing
 import os
+import random
 import signal
-import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Awaitable, Callable, Iterable, Iterator
 
 import msgpack
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from diloco.config import RunConfig
 from diloco.exchange import hivemind
 from diloco.exchange.hivemind import process
+from diloco.exchange.hivemind.seal import Seal
 from diloco.outer_state import OuterState
 from islands import plugins
 from islands.config_file import parse_config
@@ -147,7 +148,11 @@ class Island:
     def daemon_pid(self) -> int:
         """The libp2p daemon."""
         exchange = self.exchange_pid()
-        return eventually(lambda: next((pid for pid in children(exchange) if "p2pd" in command(pid)), None))
+        return eventually(lambda: next(iter(_daemons(exchange)), None))
+
+    def carrier_pids(self) -> list[int]:
+        """The libp2p daemons of its data connections."""
+        return _daemons(self.exchange_pid())[1:]
 
     def arm(self, fault: str) -> None:
         """Have a fault of :func:`exchange_with_faults` happen at the next occasion."""
@@ -250,6 +255,11 @@ def children(pid: int) -> list[int]:
     return [child for child in found if _stat(child)[1:2] == [str(pid)] and status(child) not in ("Z", "")]
 
 
+def _daemons(exchange: int) -> list[int]:
+    """In the order in which they were started."""
+    return sorted(pid for pid in children(exchange) if "p2pd" in command(pid))
+
+
 def command(pid: int) -> str:
     """Command line of a process; empty when there is none."""
     try:
@@ -330,7 +340,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
         if isinstance(request, messages.Vote) and fires(f"lose_vote_to_{slot}"):
             return "lost"
         if isinstance(request, messages.Vote) and fires(f"garbage_to_{slot}"):
-            await throw_garbage(self.network._daemon, self.membership.members[slot].peer)
+            await throw_garbage(self.network._daemon, self.membership.members[slot].peer, self.network._seal)
         return await call(self, slot, request, *more)
 
     Stream.send_tensor, voting.cast_vote, Surroundings.call = send_tensor_or_hang, vote_or_hang, call_or_lose
@@ -340,10 +350,11 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
 _process_main = process.main
 
 
-async def throw_garbage(daemon: Any, peer: str) -> list[bytes]:
-    """Send a peer everything that it must not take; returns its answers."""
+async def throw_garbage(daemon: Any, peer: str, seal: Seal = Seal(b"")) -> list[bytes]:
+    """Send a peer everything that it must not take, under a seal; returns its answers."""
     from hivemind.p2p import PeerID
 
+    me = daemon.peer_id.to_base58()
     control = [
         b"",
         b"\x93",
@@ -359,13 +370,16 @@ async def throw_garbage(daemon: Any, peer: str) -> list[bytes]:
         msgpack.packb({"kind": "proposal", "run": "test", "fragment": 1 << 40, "height": -1, "attempt": 0}),
         msgpack.packb(msgpack.ExtType(5, b"code")),
     ]
+    control = [seal.close("request", me, peer, raw) for raw in control]
+    control += broken(control[-1])
     answers = [await asyncio.wait_for(daemon.request(peer, "diloco/control/1", raw), 10) for raw in control]
     header = msgpack.packb({"kind": "state_request", "fragment": 999, "height": 1, "lineage": bytes(32)})
+    header = seal.close("stream", me, peer, header)
     streams = [
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x00",
         b"\x10\x00\x00\x00" + os.urandom(16),
-        len(header).to_bytes(4, "little") + header,
+        *(len(raw).to_bytes(4, "little") + raw for raw in (header, *broken(header))),
     ]
     for raw in streams:
         _, reader, writer = await daemon.call_binary_stream_handler(PeerID.from_base58(peer), "diloco/bulk/1")
@@ -375,29 +389,45 @@ async def throw_garbage(daemon: Any, peer: str) -> list[bytes]:
     return answers
 
 
-class Stranger:
-    """A process with a libp2p daemon that belongs to no run, and throws garbage at an address."""
+def broken(raw: bytes, number: int = 8) -> list[bytes]:
+    """The same bytes with one bit flipped somewhere, and cut somewhere, so many times each; alike at every call."""
+    generator = random.Random(len(raw))
+    flipped = [bytearray(raw) for _ in range(number)]
+    for one in flipped:
+        one[generator.randrange(len(raw))] ^= 1 << generator.randrange(8)
+    return [*map(bytes, flipped), *(raw[: generator.randrange(1, len(raw))] for _ in range(number))]
 
-    def __init__(self, address: str) -> None:
+
+class Stranger:
+    """A process with a libp2p daemon of its own that belongs to no run, connects to an address, and does something there.
+
+    Args:
+        act: called with the daemon and the address.
+    """
+
+    def __init__(self, address: str, act: Callable[[Any, str], Awaitable[Any]] | None = None) -> None:
         self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_stranger_main, args=(theirs, address), daemon=True)
+        self._process = _context.Process(target=_stranger_main, args=(theirs, address, act or _throw_garbage_at), daemon=True)
         self._process.start()
 
-    def answers(self) -> list[bytes]:
-        """What it got back."""
+    def answers(self) -> Any:
+        """What ``act`` returned: what it got back."""
         assert self._pipe.poll(ANSWER_SECONDS), "the stranger has not ended"
         return self._pipe.recv()
 
 
-def _stranger_main(pipe: Connection, address: str) -> None:
+async def _throw_garbage_at(daemon: Any, address: str) -> list[bytes]:
+    return await throw_garbage(daemon, address.rpartition("/")[2])
+
+
+def _stranger_main(pipe: Connection, address: str, act: Callable[[Any, str], Awaitable[Any]]) -> None:
     os.environ["HIVEMIND_LOGLEVEL"] = "CRITICAL"
     from diloco.exchange.hivemind.daemon import start_daemon
 
     async def run() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            daemon = await start_daemon("127.0.0.1:0", "", f"{folder}/key")
-            await daemon.dial(address.rpartition("/")[2], address)
-            pipe.send(await throw_garbage(daemon, address.rpartition("/")[2]))
-            await daemon.shutdown()
+        daemon = await start_daemon("127.0.0.1:0", "", None)
+        await daemon.dial(address.rpartition("/")[2], address)
+        pipe.send(await act(daemon, address))
+        await daemon.shutdown()
 
     asyncio.run(run())

@@ -15,6 +15,7 @@ from diloco.exchange.hivemind.lifetime import describe_exit, dying_with_me
 
 _PORT_WAIT_SECONDS = 5.0
 _START_SECONDS = 60.0
+_LOOK_AGAIN_SECONDS = 0.1
 _MAX_REQUEST_BYTES = 1 << 20  # four times the longest message of ours; what is longer never leaves the daemon
 
 
@@ -35,12 +36,25 @@ class Daemon(P2P):
 
     async def dial(self, peer: str, *addresses: str) -> None:
         """Connect to a peer at one of its addresses, full multiaddrs; others told them. Raises P2PDaemonError."""
-        try:
-            transports = [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
-            target = PeerID.from_base58(peer)
-        except ValueError as error:
-            raise P2PDaemonError(f"no address of a peer: {error}") from None
+        transports, problem = [], "no address of it is known"
+        for address in addresses:
+            try:
+                target = PeerID.from_base58(peer)
+                transports.append(Multiaddr(address.rpartition("/p2p/")[0]))
+            except ValueError as error:
+                problem = f"{address!r} is no address of a peer: {error}"
+        if not transports:
+            raise P2PDaemonError(problem)
         await self._client.connect(target, transports)
+
+    async def wait_for(self, peer: str, seconds: float) -> bool:
+        """Whether there is a connection to a peer, or one comes within that time. Raises P2PDaemonError."""
+        deadline = time.monotonic() + seconds
+        while all(known.peer_id.to_base58() != peer for known in await self._client.list_peers()):
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        return True
 
     async def add_handler(self, name: str, handler) -> None:
         """Answer requests called ``name`` with ``await handler(raw, peer_id)``."""
