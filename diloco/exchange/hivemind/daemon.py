@@ -47,6 +47,12 @@ class Daemon(P2P):
             raise P2PDaemonError(problem)
         await self._client.connect(target, transports)
 
+    def drop(self, peer: str) -> None:
+        """Close the connection to a peer soon; it may come back. Nothing happens where there is none."""
+        # Not waited for: a request that is being handled is cancelled when its connection closes.
+        closing = asyncio.ensure_future(self._client.disconnect(PeerID.from_base58(peer)))
+        closing.add_done_callback(lambda done: done.cancelled() or done.exception())
+
     async def wait_for(self, peer: str, seconds: float) -> bool:
         """Whether there is a connection to a peer, or one comes within that time. Raises P2PDaemonError."""
         deadline = time.monotonic() + seconds

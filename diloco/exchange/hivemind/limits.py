@@ -1,4 +1,4 @@
-"""How much others may ask of this island at once. Strangers far less than members, so that they can't take their place."""
+"""How much others may ask of this island at once: strangers far less than members, whose place they can't take."""
 
 import time
 from collections import Counter, OrderedDict
@@ -10,7 +10,7 @@ from diloco.exchange.hivemind.messages import BadMessage
 _MEMBER_STREAMS, _ALL_MEMBERS_STREAMS = 128, 512
 _STRANGER_STREAMS, _ALL_STRANGERS_STREAMS = 4, 32
 _REQUESTS_PER_SECOND = 20.0  # of a peer that is no member; one that waits to be let in asks four times a second
-_REQUESTS_AT_ONCE = 40.0
+_REQUESTS_AT_ONCE = 100.0
 _PEERS_REMEMBERED = 1024
 
 
@@ -41,7 +41,7 @@ class OpenStreams:
 
 
 class RequestRate:
-    """Lets each peer send so many requests a second, and some at once."""
+    """Lets each peer make so many requests a second, and some at once; opening a stream is one."""
 
     def __init__(self) -> None:
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by peer: requests left, and when that was

@@ -187,8 +187,7 @@ class Network:
     async def _answer(self, raw: bytes, peer: str, handler: RequestHandler) -> bytes:
         """A sealed answer; the one refusal for what comes from a stranger."""
         try:
-            if peer not in self._addresses and not self._rate.allows(peer):
-                raise NotSealed("too many requests")
+            self._check_rate(self._daemon, peer, peer)
             body = self._seal.open("request", peer, self.peer, raw)
         except NotSealed:
             self.refused["stranger"] += 1
@@ -204,6 +203,12 @@ class Network:
             self.heard(peer)
             reply = await handler(peer, message)
         return self._seal.close("answer", self.peer, peer, messages.encode(reply))
+
+    def _check_rate(self, daemon: Daemon, there: str, peer: str | None) -> None:
+        """Close the connection of a stranger who asks too often. Raises NotSealed then."""
+        if peer not in self._addresses and not self._rate.allows(there):
+            daemon.drop(there)
+            raise NotSealed("too many requests")
 
     def _read_answer(self, peer: str, answer: bytes) -> Reply:
         try:
@@ -228,6 +233,7 @@ class Network:
             there = info.peer_id.to_base58()
             peer = self._carriers.island_of(there) or (there if daemon is self._daemon else None)
             try:
+                self._check_rate(daemon, there, peer)
                 if peer is None:
                     raise NotSealed("a carrier of no member")
                 stream = Stream(Ends(peer, here, there), reader, writer, self._seal, self.heard)
