@@ -62,13 +62,13 @@ class SwarmSection(Section):
     listen: str = Field("127.0.0.1:0", description="host:port that other islands connect to; port 0: any free one")
     announce: str = Field("", description="host:port that others are told, where it differs from listen (behind NAT)")
     identity_file: str = Field("", description="file with this island's private key; made when missing; empty: a new one")
-    key_file: str = Field("", description="file that 'diloco key new' made: keeps out all who don't have it; empty: no key")
+    key_file: str = Field("", description="file of 'diloco key new'; keeps out all who don't have it; empty: no key")
     public: bool = Field(False, description="allow listening beyond loopback while there is no swarm key")
     data_connections: int = Field(
         0,
         ge=0,
         le=MAX_DATA_CONNECTIONS,
-        description="connections to each other island that carry bulk bytes beside the one for messages; 0: that one does",
+        description="connections to each island that carry bulk bytes beside the one for messages; 0: that one does",
     )
     join_timeout: float = Field(120.0, gt=0, description="seconds to wait for the other islands at the start")
 

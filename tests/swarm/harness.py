@@ -304,7 +304,7 @@ def _trainer_main(pipe: Connection, raw: dict[str, Any], sizes: list[int], fault
 def exchange_with_faults(pipe: Connection, start: Any) -> None:
     """:func:`diloco.exchange.hivemind.process.main` with faults that wait to be armed.
 
-    ``hang_in_transfer``: the first tensor is sent by half a round, and then nothing more.
+    ``hang_in_transfer``: half of the first tensor is sent, and then nothing more on that stream.
     ``hang_before_vote``: the result is staged, and no vote is sent.
     ``lose_vote_to_<slot>``: the vote for that member gets lost, once.
     ``garbage_to_<slot>``: :func:`throw_garbage` at that member, in place of a vote for it.
@@ -327,6 +327,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
 
     async def send_tensor_or_hang(self: Stream, values: Tensor) -> None:
         if fires("hang_in_transfer"):
+            self._writer.write(values.numel().to_bytes(4, "little"))
             await self.send_plain(values[: values.numel() // 2])
             await asyncio.Event().wait()
         await send_tensor(self, values)

@@ -23,6 +23,7 @@ from diloco.swarm_key import read_key, write_new_key
 NUMEL = 5 * CHUNK + 123  # six chunks, three for each of two islands
 CARRIERS = 2
 WEIGHTS = [1000.0, 3000.0]
+ROUND_DEADLINE = 10.0
 _PAYLOAD = 4 * NUMEL  # fp32: own values of the other's chunks, and the mean of own ones
 
 pytestmark = pytest.mark.timeout(120)
@@ -43,10 +44,11 @@ def swarm(key_file: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     common = {"islands": 2, "key_file": key_file, "data_connections": CARRIERS}
     listen = f"127.0.0.1:{free_port()}"
     address = f"/ip4/127.0.0.1/tcp/{listen.rpartition(':')[2]}/p2p/{make_identity(folder / 'identity')}"
-    raws = [
-        settings(swarm={**common, "slot": 0, "listen": listen, "identity_file": str(folder / "identity")}),
-        settings(swarm={**common, "initial_peers": [address]}),
+    owns = [
+        {"slot": 0, "listen": listen, "identity_file": str(folder / "identity")},
+        {"initial_peers": [address]},
     ]
+    raws = [settings(swarm={**common, **own}, exchange={"round_deadline": ROUND_DEADLINE}) for own in owns]
     with running(Island(folder / str(number), raw, [NUMEL]) for number, raw in enumerate(raws)) as islands:
         for island in islands:
             island.ask("join")
@@ -239,6 +241,19 @@ def test_noise_under_the_seal_of_a_member_does_no_harm(swarm: Swarm) -> None:
     assert "malformed" in counted and "stranger" in counted
     commit(swarm, 501)
     assert swarm.islands[0].exchange_pid() == exchange and memory_mib(exchange) < before + 64
+
+
+def test_one_that_stops_sending_and_stays_alive_costs_a_deadline_at_most(swarm: Swarm) -> None:
+    """Its other lane, and its signs of life, go on."""
+    swarm.islands[1].arm("hang_in_transfer")
+    started = time.monotonic()
+    swarm.launch(0, 550, WEIGHTS)
+    outcomes = swarm.outcomes(0)
+    swarm.islands[1].wait_until_fired("hang_in_transfer")
+    assert time.monotonic() - started < ROUND_DEADLINE + 5
+    assert [outcome.kind for outcome in outcomes] == ["skipped"] * 2
+    assert any(f"not finished within exchange.round_deadline={ROUND_DEADLINE:g} s" in one.reason for one in outcomes)
+    commit(swarm, 551)
 
 
 def test_a_carrier_that_dies_is_noticed(swarm: Swarm) -> None:

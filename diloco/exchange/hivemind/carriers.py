@@ -1,8 +1,8 @@
 """Data connections: further libp2p daemons of an island, its carriers, that move bulk bytes and nothing else.
 
-One TCP connection on a long link that loses packets reaches a small part of its rate; several side by side reach more, and
-leave the one for messages free. A carrier has a peer id of its own, made anew at every start. Which island it belongs to
-is what that island says over its own authenticated connection, in every status message.
+One TCP connection on a long link that loses packets reaches a small part of its rate; several side by side reach more,
+and leave the one for messages free. A carrier has a peer id of its own, made anew at every start. Which island it belongs
+to is what that island says over its own authenticated connection, in every status message.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ async def start_carriers(listen: str, announce: str, number: int) -> list[Daemon
     def start(index: int) -> Coroutine[None, None, Daemon]:
         at = _port_after(listen, index) if fixed else f"{host}:0"
         announced = announce and _port_after(announce, index)
-        return libp2p.start_daemon(at, announced, None, f"swarm.data_connections={number}: number {index} on swarm.listen")
+        what = f"swarm.data_connections={number}: number {index} on swarm.listen"
+        return libp2p.start_daemon(at, announced, None, what)
 
     started = await asyncio.gather(*map(start, range(1, number + 1)), return_exceptions=True)
     daemons = [one for one in started if isinstance(one, Daemon)]

@@ -55,6 +55,8 @@ class _Island:
     def __init__(self, pipe: Connection, start: ipc.Start) -> None:
         self._pipe, self._start = pipe, start
         self._config = parse_config(RunConfig, start.settings)
+        key_file = self._config.swarm.key_file
+        self._key = read_key(key_file) if key_file else b""
         self.closed = asyncio.Event()
         self._launches: asyncio.Queue[ipc.Launch] = asyncio.Queue()
         self._daemon: daemon.Daemon | None = None
@@ -112,13 +114,11 @@ class _Island:
         return Network(self._daemon, self._heard, Seal(self._subkey("messages")), own, self._send)
 
     def _authorizer(self) -> KeyAuthorizer | None:
-        key = self._subkey("directory")
-        return KeyAuthorizer(key) if key else None
+        return KeyAuthorizer(self._subkey("directory")) if self._key else None
 
     def _subkey(self, use: str) -> bytes:
         """Empty in a swarm without a key."""
-        key_file = self._config.swarm.key_file
-        return subkey(read_key(key_file), self._config.run.name, use) if key_file else b""
+        return subkey(self._key, self._config.run.name, use) if self._key else b""
 
     async def _join(self, network: Network, addresses: tuple[str, ...]) -> tuple[ipc.Place, ...]:
         swarm = self._config.swarm

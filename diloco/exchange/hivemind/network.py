@@ -100,8 +100,8 @@ class Network:
     async def _dial(self, daemon: Daemon, there: str, island: str, addresses: tuple[str, ...]) -> None:
         """Connect to a daemon of an island. The island with the lower peer id goes first.
 
-        libp2p dials from the port that it listens on, so if both dialed within one round-trip time, that would be one TCP
-        connection with two openers, and fail at both ends.
+        libp2p dials from the port that it listens on, so if both dialed within one round-trip time, that would be one
+        TCP connection with two openers, and fail at both ends.
         """
         if self.peer < island or not await daemon.wait_for(there, _OTHER_DIALS_SECONDS):
             await daemon.dial(there, *addresses)
@@ -138,8 +138,8 @@ class Network:
 
     def learn_carriers(self, peer: str, carriers: tuple[Carrier, ...], answered: bool = False) -> None:
         """A member has said which carriers are its own; ``answered``: to a message of this island that did the same."""
-        strangers = (carrier for carrier in carriers if carrier.peer not in self._addresses and carrier.peer != self.peer)
-        self._carriers.learn(peer, tuple(strangers))
+        islands = {self.peer, *self._addresses}  # which are no carriers of anybody
+        self._carriers.learn(peer, tuple(carrier for carrier in carriers if carrier.peer not in islands))
         if answered:
             self._carriers.acknowledged(peer)
 
