@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import ipaddress
+import os
 import socket
 import time
 
@@ -15,7 +16,6 @@ from diloco.exchange.hivemind.lifetime import describe_exit, dying_with_me
 
 _PORT_WAIT_SECONDS = 5.0
 _START_SECONDS = 60.0
-_LOOK_AGAIN_SECONDS = 0.1
 _MAX_REQUEST_BYTES = 1 << 20  # four times the longest message of ours; what is longer never leaves the daemon
 
 
@@ -53,15 +53,6 @@ class Daemon(P2P):
         closing = asyncio.ensure_future(self._client.disconnect(PeerID.from_base58(peer)))
         closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def wait_for(self, peer: str, seconds: float) -> bool:
-        """Whether there is a connection to a peer, or one comes within that time. Raises P2PDaemonError."""
-        deadline = time.monotonic() + seconds
-        while all(known.peer_id.to_base58() != peer for known in await self._client.list_peers()):
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-        return True
-
     async def add_handler(self, name: str, handler) -> None:
         """Answer requests called ``name`` with ``await handler(raw, peer_id)``."""
         await self._client.add_unary_handler(name, handler)
@@ -86,6 +77,9 @@ async def start_daemon(listen: str, announce: str, identity_path: str | None, ke
         JoinError: the port is taken.
     """
     await _wait_for_port(listen, key)
+    # libp2p would dial from the port that it listens on. Two islands that dial each other within one round-trip time would
+    # then make one TCP connection with two openers, and its handshake fails at both ends.
+    os.environ["LIBP2P_TCP_REUSEPORT"] = "false"
     return await Daemon.create(
         host_maddrs=[_multiaddr(listen)],
         announce_maddrs=[_multiaddr(announce)] if announce else None,

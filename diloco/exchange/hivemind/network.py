@@ -24,7 +24,6 @@ _CONTROL = "diloco/control/1"
 _BULK = "diloco/bulk/1"
 _HEADER_SECONDS = 10.0
 _CARRIER_SECONDS = 10.0
-_OTHER_DIALS_SECONDS = 1.0
 _FAILURES = (P2PDaemonError, P2PHandlerError, OSError)
 
 #: What a stranger is told, whatever it said. The same bytes every time, so that it learns nothing and costs nothing.
@@ -89,22 +88,10 @@ class Network:
 
     async def connect(self, peer: str) -> None:
         """Make sure there is a connection. Raises Unreachable."""
-        addresses = self._addresses.get(peer, ())
-        if not addresses:
-            raise Unreachable(f"no connection to {peer}: no address of it is known")
         try:
-            await self._dial(self._daemon, peer, peer, addresses)
+            await self._daemon.dial(peer, *self._addresses.get(peer, ()))
         except _FAILURES as error:
             raise Unreachable(f"no connection to {peer}: {error}") from None
-
-    async def _dial(self, daemon: Daemon, there: str, island: str, addresses: tuple[str, ...]) -> None:
-        """Connect to a daemon of an island. The island with the lower peer id goes first.
-
-        libp2p dials from the port that it listens on, so if both dialed within one round-trip time, that would be one
-        TCP connection with two openers, and fail at both ends.
-        """
-        if self.peer < island or not await daemon.wait_for(there, _OTHER_DIALS_SECONDS):
-            await daemon.dial(there, *addresses)
 
     async def call(self, peer: str, request: Request, timeout: float) -> Reply:
         """Send a request, dialing once more where the connection is gone.
@@ -169,7 +156,7 @@ class Network:
         daemon = self._carriers.daemons[index]
         try:
             async with asyncio.timeout(_CARRIER_SECONDS):
-                await self._dial(daemon, carrier.peer, peer, carrier.addresses)
+                await daemon.dial(carrier.peer, *carrier.addresses)
                 return await self._open(daemon, carrier.peer, peer, traffic)
         except (*_FAILURES, TimeoutError) as error:
             problem = str(error) or f"no answer within {_CARRIER_SECONDS:g} s"
