@@ -285,7 +285,14 @@ class TestSettings:
 
     def test_own_affairs_do_not_matter(self) -> None:
         assert self.shared() == self.shared(
-            swarm={"slot": 3, "listen": "127.0.0.1:7", "join_timeout": 1.0, "identity_file": "f", "islands": 2},
+            swarm={
+                "slot": 3,
+                "listen": "127.0.0.1:7",
+                "join_timeout": 1.0,
+                "identity_file": "f",
+                "islands": 2,
+                "data_connections": 3,
+            },
             run={"dir": "elsewhere", "device": "cpu"},
             train={"micro_batch_size": 1},
             parallel={"data_parallel_size": 2},

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Awaitable, Callable
@@ -217,6 +218,26 @@ def test_a_daemon_does_not_dial_from_the_port_that_it_listens_on() -> None:
         assert dialed_from and listening not in dialed_from
 
     with_ends(check, End(KEY), End(KEY))
+
+
+def test_carriers_listen_at_the_ports_after_that_of_the_island() -> None:
+    """And are announced at those after the announced one; on loopback, unless announced, at any. A taken port is told."""
+
+    async def places(listen: str, announce: str) -> list[tuple[str, int]]:
+        daemons = await start_carriers(listen, announce, 2)
+        try:
+            return [host_and_port(carrier.addresses[0]) for carrier in await described(daemons)]
+        finally:
+            await asyncio.gather(*(daemon.shutdown() for daemon in daemons))
+
+    async def check() -> None:
+        assert await places("127.0.0.9:23000", "10.1.2.3:4000") == [("10.1.2.3", 4001), ("10.1.2.3", 4002)]
+        assert {port for _, port in await places("127.0.0.9:23000", "")}.isdisjoint({23000, 23001, 23002})
+        with socket.create_server(("127.0.0.9", 23002)), pytest.raises(JoinError) as refusal:
+            await places("127.0.0.9:23000", "10.1.2.3:4000")
+        assert "swarm.data_connections=2: number 2 on swarm.listen=127.0.0.9:23002: can't listen" in str(refusal.value)
+
+    asyncio.run(check())
 
 
 class TestCarriers:

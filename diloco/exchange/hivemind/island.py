@@ -106,8 +106,7 @@ class _Island:
         """Leave the swarm, if the trainer said so, and end the daemon."""
         if self._membership and self.closed.is_set():
             await self._membership.leave()
-        for one in filter(None, (self._daemon, *self._carriers)):
-            await one.shutdown()
+        await asyncio.gather(*(one.shutdown() for one in (self._daemon, *self._carriers) if one))
 
     async def _open_network(self) -> Network:
         own = carriers.Carriers(self._carriers, await carriers.described(self._carriers))
