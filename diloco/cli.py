@@ -56,6 +56,35 @@ def report_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def key_command(arguments: Sequence[str]) -> int:
+    """make the key of a private swarm"""
+    parser = _parser(
+        "key",
+        "Make the key of a private swarm: a small file that every island needs, and that keeps out all who don't have "
+        "it. An existing file is never overwritten.",
+        "examples:\n"
+        "  diloco key new\n"
+        "  diloco key new ~/keys/my-run.key\n\n"
+        "docs/security.md tells what a key protects, and what not.",
+    )
+    parser.add_argument("action", choices=["new"], metavar="new", help="make a new key")
+    parser.add_argument("path", type=Path, nargs="?", default=Path("swarm.key"), help="file to write (swarm.key)")
+    chosen = parser.parse_args(arguments)
+    from diloco.swarm_key import KeyFileError, write_new_key
+
+    try:
+        write_new_key(chosen.path)
+    except KeyFileError as error:
+        raise ConfigError(str(error)) from None
+    print(
+        f"wrote {chosen.path}, readable by you alone. Now:\n"
+        f"  1. copy it to every island over a safe way, such as: scp -p {chosen.path} OTHER:\n"
+        f"  2. start every island with swarm.key_file={chosen.path}\n"
+        "Whoever has this file can take part and read the model. Never commit it to a repository."
+    )
+    return 0
+
+
 def island_command(arguments: Sequence[str]) -> int:
     """one island, on the ranks that torchrun started: what ``python -m diloco CONFIG`` runs"""
     parser = argparse.ArgumentParser(prog="torchrun ... -m diloco", description="Run one island.")
@@ -74,6 +103,7 @@ def island_command(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": launch_command,
     "report": report_command,
+    "key": key_command,
 }
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from diloco.swarm_key import read_key
 from islands.config import IslandConfig
 from islands.config_file import Plugin, PluginSection, Section
 
@@ -13,6 +14,8 @@ from islands.config_file import Plugin, PluginSection, Section
 _ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/(tcp|udp)/\d{1,5}(/[^/\s]+)*/p2p/[1-9A-HJ-NP-Za-km-z]+")
 
 _SECONDS = re.compile(r"\d+(\.\d+)?s", re.ASCII)
+#: Most ``swarm.data_connections``; what an island may tell the others.
+MAX_DATA_CONNECTIONS = 16
 
 
 class OuterOptimizerSection(PluginSection):
@@ -82,7 +85,14 @@ class SwarmSection(Section):
     listen: str = Field("127.0.0.1:0", description="host:port that other islands connect to; port 0: any free one")
     announce: str = Field("", description="host:port that others are told, where it differs from listen (behind NAT)")
     identity_file: str = Field("", description="file with this island's private key; made when missing; empty: a new one")
+    key_file: str = Field("", description="file of 'diloco key new'; keeps out all who don't have it; empty: no key")
     public: bool = Field(False, description="allow listening beyond loopback while there is no swarm key")
+    data_connections: int = Field(
+        0,
+        ge=0,
+        le=MAX_DATA_CONNECTIONS,
+        description="connections to each island that carry bulk bytes beside the one for messages; 0: that one does",
+    )
     join_timeout: float = Field(120.0, gt=0, description="seconds to wait for the other islands at the start")
 
     @field_validator("listen", "announce")
@@ -110,6 +120,13 @@ class SwarmSection(Section):
                 )
         return value
 
+    @field_validator("key_file")
+    @classmethod
+    def _holds_a_key(cls, value: str) -> str:
+        if value:
+            read_key(value)
+        return value
+
     @model_validator(mode="after")
     def _fits(self) -> "SwarmSection":
         if self.islands > self.max_slots:
@@ -118,11 +135,32 @@ class SwarmSection(Section):
             raise ValueError(
                 f"swarm.slot={self.slot} is not below swarm.max_slots={self.max_slots}; the last slot is {self.max_slots - 1}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_strangers_out(self) -> "SwarmSection":
         host = ipaddress.ip_address(self.listen.rpartition(":")[0].strip("[]"))
-        if not host.is_loopback and not self.public:
+        if not host.is_loopback and not self.key_file and not self.public:
             raise ValueError(
                 f"swarm.listen={self.listen} is reachable by others and the swarm has no key: anyone who finds it may take "
-                "part. Set swarm.public: true to allow that, or listen on 127.0.0.1"
+                "part. Make one with 'diloco key new', copy it to every island and set swarm.key_file; or set "
+                "swarm.public: true to let anyone in; or listen on 127.0.0.1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _data_connections_have_ports(self) -> "SwarmSection":
+        for name in ("listen", "announce"):
+            port = int(getattr(self, name).rpartition(":")[2] or 0)
+            if port and port + self.data_connections > 65535:
+                raise ValueError(
+                    f"swarm.data_connections={self.data_connections} take the ports after that of swarm.{name}="
+                    f"{getattr(self, name)}, and the last port is 65535; choose a port up to {65535 - self.data_connections}"
+                )
+        if self.data_connections and self.announce and self.listen.endswith(":0"):
+            raise ValueError(
+                f"swarm.announce={self.announce} with swarm.data_connections={self.data_connections} names the ports after "
+                f"it, so swarm.listen={self.listen} must name its port too, for example 31337"
             )
         return self
 

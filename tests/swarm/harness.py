@@ -8,16 +8,16 @@ import asyncio
 import inspect
 import multiprocessing
 import os
+import random
 import re
 import signal
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Awaitable, Callable, Iterable, Iterator
 
 import msgpack
 import numpy as np
@@ -28,6 +28,7 @@ from diloco.config import RunConfig
 from diloco.exchange import hivemind
 from diloco.exchange.base import Work
 from diloco.exchange.hivemind import process
+from diloco.exchange.hivemind.seal import Seal
 from diloco.outer_state import OuterState
 from islands import plugins
 from islands.config_file import parse_config
@@ -176,7 +177,11 @@ class Island:
     def daemon_pid(self) -> int:
         """The libp2p daemon."""
         exchange = self.exchange_pid()
-        return eventually(lambda: next((pid for pid in children(exchange) if "p2pd" in command(pid)), None))
+        return eventually(lambda: next(iter(_daemons(exchange)), None))
+
+    def carrier_pids(self) -> list[int]:
+        """The libp2p daemons of its data connections."""
+        return _daemons(self.exchange_pid())[1:]
 
     def arm(self, fault: str, content: str = "") -> None:
         """Have a fault of :func:`exchange_with_faults` happen at the next occasion."""
@@ -303,6 +308,11 @@ def children(pid: int) -> list[int]:
     return [child for child in found if _stat(child)[1:2] == [str(pid)] and status(child) not in ("Z", "")]
 
 
+def _daemons(exchange: int) -> list[int]:
+    """In the order in which they were started."""
+    return sorted(pid for pid in children(exchange) if "p2pd" in command(pid))
+
+
 def command(pid: int) -> str:
     """Command line of a process; empty when there is none."""
     try:
@@ -348,7 +358,7 @@ def _trainer_main(pipe: Connection, raw: dict[str, Any], sizes: list[int], fault
 def exchange_with_faults(pipe: Connection, start: Any) -> None:
     """:func:`diloco.exchange.hivemind.process.main` with faults that wait to be armed.
 
-    ``hang_in_transfer``: the first tensor is sent by half a round, and then nothing more.
+    ``hang_in_transfer``: half of the first tensor is sent, and then nothing more on that stream.
     ``hang_before_vote``: the result is staged, and no vote is sent.
     ``lose_vote_to_<slot>``: the vote for that member gets lost, once.
     ``hang_donation``: half a part of the state is served, and then nothing more.
@@ -360,7 +370,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
     """
     os.environ["HIVEMIND_LOGLEVEL"] = "CRITICAL"  # as process.main does, before hivemind is imported
     from diloco.exchange.hivemind import messages, voting
-    from diloco.exchange.hivemind.network import Stream
+    from diloco.exchange.hivemind.stream import Stream
     from diloco.exchange.hivemind.surroundings import Surroundings
 
     folder = Path(os.environ["TEST_FAULTS"])
@@ -377,6 +387,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
 
     async def send_tensor_or_hang(self: Stream, values: Tensor) -> None:
         if fires("hang_in_transfer"):
+            self._writer.write(values.numel().to_bytes(4, "little"))
             await self.send_plain(values[: values.numel() // 2])
             await asyncio.Event().wait()
         await send_tensor(self, values)
@@ -396,7 +407,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
         if isinstance(request, messages.Vote) and fires(f"lose_vote_to_{slot}"):
             return "lost"
         if isinstance(request, messages.Vote) and fires(f"garbage_to_{slot}"):
-            await throw_garbage(self.network._daemon, self.membership.members[slot].peer)
+            await throw_garbage(self.network._daemon, self.membership.members[slot].peer, self.network._seal)
         return await call(self, slot, request, *more)
 
     Stream.send_plain = send_plain_or_hang
@@ -449,7 +460,7 @@ def _add_cuts(folder: Path, fires: Callable[[str], bool]) -> None:
 
 def _add_lies(fires: Callable[[str], bool]) -> None:
     """Contributions that are not what they claim to be, and a reducer that does not tell all the same."""
-    from diloco.exchange.hivemind.network import Stream
+    from diloco.exchange.hivemind.stream import Stream
     from diloco.exchange.hivemind.round import Round
 
     prepare, send_tensor = Round._prepare, Stream.send_tensor
@@ -471,10 +482,11 @@ def _add_lies(fires: Callable[[str], bool]) -> None:
     Round._prepare, Stream.send_tensor = prepare_lie, send_or_corrupt
 
 
-async def throw_garbage(daemon: Any, peer: str) -> list[bytes]:
-    """Send a peer everything that it must not take; returns its answers."""
+async def throw_garbage(daemon: Any, peer: str, seal: Seal = Seal(b"")) -> list[bytes]:
+    """Send a peer everything that it must not take, under a seal; returns its answers."""
     from hivemind.p2p import PeerID
 
+    me = daemon.peer_id.to_base58()
     control = [
         b"",
         b"\x93",
@@ -490,13 +502,16 @@ async def throw_garbage(daemon: Any, peer: str) -> list[bytes]:
         msgpack.packb({"kind": "proposal", "run": "test", "fragment": 1 << 40, "height": -1, "attempt": 0}),
         msgpack.packb(msgpack.ExtType(5, b"code")),
     ]
+    control = [seal.close("request", me, peer, raw) for raw in control]
+    control += broken(control[-1])
     answers = [await asyncio.wait_for(daemon.request(peer, "diloco/control/1", raw), 10) for raw in control]
     header = msgpack.packb({"kind": "state_request", "fragment": 999, "height": 1, "lineage": bytes(32)})
+    header = seal.close("stream", me, peer, header)
     streams = [
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x00",
         b"\x10\x00\x00\x00" + os.urandom(16),
-        len(header).to_bytes(4, "little") + header,
+        *(len(raw).to_bytes(4, "little") + raw for raw in (header, *broken(header))),
     ]
     for raw in streams:
         _, reader, writer = await daemon.call_binary_stream_handler(PeerID.from_base58(peer), "diloco/bulk/1")
@@ -506,29 +521,45 @@ async def throw_garbage(daemon: Any, peer: str) -> list[bytes]:
     return answers
 
 
-class Stranger:
-    """A process with a libp2p daemon that belongs to no run, and throws garbage at an address."""
+def broken(raw: bytes, number: int = 8) -> list[bytes]:
+    """The same bytes with one bit flipped somewhere, and cut somewhere, so many times each; alike at every call."""
+    generator = random.Random(len(raw))
+    flipped = [bytearray(raw) for _ in range(number)]
+    for one in flipped:
+        one[generator.randrange(len(raw))] ^= 1 << generator.randrange(8)
+    return [*map(bytes, flipped), *(raw[: generator.randrange(1, len(raw))] for _ in range(number))]
 
-    def __init__(self, address: str) -> None:
+
+class Stranger:
+    """A process with a libp2p daemon of its own that belongs to no run, connects to an address, and does something there.
+
+    Args:
+        act: called with the daemon and the address.
+    """
+
+    def __init__(self, address: str, act: Callable[[Any, str], Awaitable[Any]] | None = None) -> None:
         self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_stranger_main, args=(theirs, address), daemon=True)
+        self._process = _context.Process(target=_stranger_main, args=(theirs, address, act or _throw_garbage_at), daemon=True)
         self._process.start()
 
-    def answers(self) -> list[bytes]:
-        """What it got back."""
+    def answers(self) -> Any:
+        """What ``act`` returned: what it got back."""
         assert self._pipe.poll(ANSWER_SECONDS), "the stranger has not ended"
         return self._pipe.recv()
 
 
-def _stranger_main(pipe: Connection, address: str) -> None:
+async def _throw_garbage_at(daemon: Any, address: str) -> list[bytes]:
+    return await throw_garbage(daemon, address.rpartition("/")[2])
+
+
+def _stranger_main(pipe: Connection, address: str, act: Callable[[Any, str], Awaitable[Any]]) -> None:
     os.environ["HIVEMIND_LOGLEVEL"] = "CRITICAL"
     from diloco.exchange.hivemind.daemon import start_daemon
 
     async def run() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            daemon = await start_daemon("127.0.0.1:0", "", f"{folder}/key")
-            await daemon.dial(address)
-            pipe.send(await throw_garbage(daemon, address.rpartition("/")[2]))
-            await daemon.shutdown()
+        daemon = await start_daemon("127.0.0.1:0", "", None)
+        await daemon.dial(address.rpartition("/")[2], address)
+        pipe.send(await act(daemon, address))
+        await daemon.shutdown()
 
     asyncio.run(run())

@@ -237,7 +237,7 @@ class TestRound:
     class Network:
         """Answers every status with a given one, and opens no stream."""
 
-        peer = "peer0"
+        peer, carriers = "peer0", ()
 
         def __init__(self, reply: messages.Status | None) -> None:
             self.reply, self.asked = reply, 0
@@ -245,8 +245,11 @@ class TestRound:
         def know(self, peer: str, addresses: tuple[str, ...]) -> None:
             """Nothing to know."""
 
+        def learn_carriers(self, *arguments: object, **keywords: object) -> None:
+            """Nothing to learn."""
+
         def lanes(self, peer: str) -> int:
-            """One is enough for nothing."""
+            """One."""
             return 1
 
         async def call(self, peer: str, request: messages.Request, timeout: float) -> messages.Reply:
@@ -483,7 +486,14 @@ class TestSettings:
 
     def test_own_affairs_do_not_matter(self) -> None:
         assert self.shared() == self.shared(
-            swarm={"slot": 3, "listen": "127.0.0.1:7", "join_timeout": 1.0, "identity_file": "f", "islands": 2},
+            swarm={
+                "slot": 3,
+                "listen": "127.0.0.1:7",
+                "join_timeout": 1.0,
+                "identity_file": "f",
+                "islands": 2,
+                "data_connections": 3,
+            },
             run={"dir": "elsewhere", "device": "cpu"},
             train={"micro_batch_size": 1},
             parallel={"data_parallel_size": 2},

@@ -3,8 +3,8 @@
 In order of reading: ``client`` is the trainer's end of an exchange process, ``process`` its start and ``island`` its
 inside. ``door`` lets islands in, ``membership`` knows who is alive, ``directory`` puts them into the DHT. ``rounds``
 dispatches, a ``round`` goes from launch to outcome: ``offers`` tells who proposes whom, an ``attempt`` counts votes,
-``voting`` casts and settles them, ``scatter_reduce`` and ``catch_up`` move the bytes. ``network``, ``messages`` and
-``daemon`` are the wire.
+``voting`` casts and settles them, ``scatter_reduce`` and ``catch_up`` move the bytes. ``network``, ``messages``, ``seal``,
+``limits``, ``stream``, ``carriers`` and ``daemon`` are the wire.
 """
 
 from typing import Literal

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diloco.exchange.hivemind.membership import Member
 from diloco.exchange.hivemind.messages import BadMessage, StateHeader, StateRequest, Tip
-from diloco.exchange.hivemind.network import Traffic
+from diloco.exchange.hivemind.stream import Traffic
 from diloco.exchange.hivemind.scatter_reduce import all_or_none
 from diloco.exchange.hivemind.surroundings import Surroundings
 from diloco.outer_state import FragmentState, Ledger

@@ -3,10 +3,12 @@
 import asyncio
 import errno
 import ipaddress
+import os
 import socket
 import time
 
 from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.exchange.base import JoinError
@@ -14,6 +16,7 @@ from diloco.exchange.hivemind.lifetime import describe_exit, dying_with_me
 
 _PORT_WAIT_SECONDS = 5.0
 _START_SECONDS = 60.0
+_MAX_REQUEST_BYTES = 1 << 20  # four times the longest message of ours; what is longer never leaves the daemon
 
 
 class Daemon(P2P):
@@ -31,10 +34,24 @@ class Daemon(P2P):
             return "its control connection broke"
         return describe_exit(ended.result())
 
-    async def dial(self, address: str) -> None:
-        """Connect to the peer that a full multiaddr names. Raises P2PDaemonError."""
-        transport, _, peer = address.rpartition("/p2p/")
-        await self._client.connect(PeerID.from_base58(peer), [Multiaddr(transport)])
+    async def dial(self, peer: str, *addresses: str) -> None:
+        """Connect to a peer at one of its addresses, full multiaddrs; others told them. Raises P2PDaemonError."""
+        transports, problem = [], "no address of it is known"
+        for address in addresses:
+            try:
+                target = PeerID.from_base58(peer)
+                transports.append(Multiaddr(address.rpartition("/p2p/")[0]))
+            except ValueError as error:
+                problem = f"{address!r} is no address of a peer: {error}"
+        if not transports:
+            raise P2PDaemonError(problem)
+        await self._client.connect(target, transports)
+
+    def drop(self, peer: str) -> None:
+        """Close the connection to a peer soon; it may come back. Nothing happens where there is none."""
+        # Not waited for: a request that is being handled is cancelled when its connection closes.
+        closing = asyncio.ensure_future(self._client.disconnect(PeerID.from_base58(peer)))
+        closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def add_handler(self, name: str, handler) -> None:
         """Answer requests called ``name`` with ``await handler(raw, peer_id)``."""
@@ -49,13 +66,20 @@ class Daemon(P2P):
         return await asyncio.shield(call)
 
 
-async def start_daemon(listen: str, announce: str, identity_path: str) -> Daemon:
+async def start_daemon(listen: str, announce: str, identity_path: str | None, key: str = "swarm.listen") -> Daemon:
     """Start libp2p on ``listen`` (host:port), with no relay and no hole punching: every peer is dialed directly.
+
+    Args:
+        identity_path: file with its private key, made when missing; None: a new one that is never written anywhere.
+        key: of the configuration, to be named when it can't listen there.
 
     Raises:
         JoinError: the port is taken.
     """
-    await _wait_for_port(listen)
+    await _wait_for_port(listen, key)
+    # libp2p would dial from the port that it listens on. Two islands that dial each other within one round-trip time would
+    # then make one TCP connection with two openers, and its handshake fails at both ends.
+    os.environ["LIBP2P_TCP_REUSEPORT"] = "false"
     return await Daemon.create(
         host_maddrs=[_multiaddr(listen)],
         announce_maddrs=[_multiaddr(announce)] if announce else None,
@@ -66,6 +90,7 @@ async def start_daemon(listen: str, announce: str, identity_path: str) -> Daemon
         nat_port_map=False,
         use_ipfs=False,
         startup_timeout=_START_SECONDS,
+        persistent_conn_max_msg_size=_MAX_REQUEST_BYTES,
     )
 
 
@@ -94,7 +119,7 @@ def _multiaddr(host_port: str) -> str:
     return f"/ip{ip.version}/{ip}/tcp/{port}"
 
 
-async def _wait_for_port(listen: str) -> None:
+async def _wait_for_port(listen: str, key: str) -> None:
     """The daemon would share a port that another daemon listens on, and take some of its connections: look first.
 
     Waits a little, because the daemon of a process that was just killed may not be gone yet.
@@ -116,5 +141,5 @@ async def _wait_for_port(listen: str) -> None:
                 remedy = "stop the program that holds it or choose another port; port 0 takes any free one"
                 if error.errno == errno.EADDRNOTAVAIL:
                     remedy = "it is not this machine's; listen on 0.0.0.0 and set swarm.announce to the one others use"
-                problem = f"swarm.listen={listen}: can't listen on port {port}: {error.strerror}"
+                problem = f"{key}={listen}: can't listen on port {port}: {error.strerror}"
                 raise JoinError(f"{problem}; {remedy}") from None

@@ -10,7 +10,7 @@ from torch import Tensor
 from diloco.exchange.hivemind import messages
 from diloco.exchange.hivemind.catch_up import PART_BYTES, pieces
 from diloco.exchange.hivemind.messages import BadMessage, StateHeader, StateRequest
-from diloco.exchange.hivemind.network import Stream
+from diloco.exchange.hivemind.stream import Stream
 from diloco.exchange.hivemind.surroundings import LastRound
 from diloco.outer_state import FragmentState
 

@@ -16,7 +16,7 @@ from diloco.exchange.hivemind.daemon import host_and_port
 from diloco.exchange.hivemind.granting import Granting
 from diloco.exchange.hivemind.membership import Membership
 from diloco.exchange.hivemind.messages import Elsewhere, Entry, Hello, Queued, Refused, Reply, Wait, Welcome
-from diloco.exchange.hivemind.network import Network, Unreachable
+from diloco.exchange.hivemind.network import KeyDiffers, Network, Unreachable
 from diloco.exchange.hivemind.roster import Roster
 from diloco.exchange.hivemind.settings import difference
 
@@ -195,6 +195,8 @@ class _Asking:
         for address in dict.fromkeys([*self._peers, *hints]):
             try:
                 reply = await _ask(self._network, self._hello, address)
+            except KeyDiffers as error:
+                raise JoinError(f"{address} answers, but {error}") from None
             except Unreachable as error:
                 self._said[address] = str(error)
                 continue

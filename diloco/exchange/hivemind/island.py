@@ -7,17 +7,20 @@ from multiprocessing.connection import Connection
 
 from diloco.config import RunConfig
 from diloco.exchange.base import ExchangeEvent, Seat
-from diloco.exchange.hivemind import daemon, ipc, messages
+from diloco.exchange.hivemind import carriers, daemon, ipc, messages
 from diloco.exchange.hivemind.address_book import AddressBook
-from diloco.exchange.hivemind.directory import publish_for_ever
+from diloco.exchange.hivemind.directory import KeyAuthorizer, publish_for_ever
 from diloco.exchange.hivemind.door import Door, come_in
 from diloco.exchange.hivemind.joining import late_seat, take_over_all
 from diloco.exchange.hivemind.membership import Membership, SeatLost
-from diloco.exchange.hivemind.network import Network, Stream, Unreachable
+from diloco.exchange.hivemind.network import Network, Unreachable
 from diloco.exchange.hivemind.roster import Roster
 from diloco.exchange.hivemind.rounds import Rounds
+from diloco.exchange.hivemind.seal import Seal, subkey
 from diloco.exchange.hivemind.settings import shared_settings
+from diloco.exchange.hivemind.stream import Stream
 from diloco.exchange.hivemind.surroundings import Surroundings
+from diloco.swarm_key import read_key
 from islands import plugins
 from islands.config_file import parse_config
 
@@ -59,10 +62,13 @@ class _Island:
     def __init__(self, pipe: Connection, start: ipc.Start) -> None:
         self._pipe, self._start = pipe, start
         self._config = parse_config(RunConfig, start.settings)
+        key_file = self._config.swarm.key_file
+        self._key = read_key(key_file) if key_file else b""
         self.closed = asyncio.Event()
         self._launches: asyncio.Queue[ipc.Launch] = asyncio.Queue()
         self._started = start.started
         self._daemon: daemon.Daemon | None = None
+        self._carriers: list[daemon.Daemon] = []
         self._network: Network | None = None
         self._membership: Membership | None = None
         self._rounds: Rounds | None = None
@@ -78,7 +84,8 @@ class _Island:
         """Until cancelled. Raises JoinError, DaemonDied, SeatLost."""
         swarm = self._config.swarm
         self._daemon = await daemon.start_daemon(self._start.listen, swarm.announce, self._start.identity_path)
-        network = self._network = Network(self._daemon, heard=self._heard)
+        self._carriers = await carriers.start_carriers(swarm.listen, swarm.announce, swarm.data_connections)
+        network = self._network = await self._open_network()
         addresses = await daemon.addresses(self._daemon)
         await network.serve(self._answer, self._stream)
         self._send(ipc.Listening(addresses[0]))
@@ -92,7 +99,11 @@ class _Island:
             tasks.create_task(rounds.granting.run())
             tasks.create_task(self._report_refused(network))
             tasks.create_task(self._remember_addresses())
-            tasks.create_task(publish_for_ever(self._daemon, self._config.run.name, membership, self._start.state))
+            tasks.create_task(
+                publish_for_ever(
+                    self._daemon, self._config.run.name, membership, self._start.state, self._authorizer()
+                )
+            )
             seat = await self._take_seat(around, addresses[0])
             self._send(ipc.Joined(seat, membership.roster, self._listen(addresses[0])))
             tasks.create_task(rounds.watch_trainer())
@@ -108,8 +119,18 @@ class _Island:
         """Leave the swarm, if the trainer said so, and end the daemon."""
         if self._membership and self.closed.is_set():
             await self._membership.leave()
-        if self._daemon:
-            await self._daemon.shutdown()
+        await asyncio.gather(*(one.shutdown() for one in (self._daemon, *self._carriers) if one))
+
+    async def _open_network(self) -> Network:
+        own = carriers.Carriers(self._carriers, await carriers.described(self._carriers))
+        return Network(self._daemon, self._heard, Seal(self._subkey("messages")), own, self._send)
+
+    def _authorizer(self) -> KeyAuthorizer | None:
+        return KeyAuthorizer(self._subkey("directory")) if self._key else None
+
+    def _subkey(self, use: str) -> bytes:
+        """Empty in a swarm without a key."""
+        return subkey(self._key, self._config.run.name, use) if self._key else b""
 
     async def _come_in(self, network: Network, addresses: tuple[str, ...]) -> Roster:
         swarm = self._config.swarm
@@ -210,7 +231,9 @@ class _Island:
         await self._rounds.stream(member, header, stream)
 
     async def _watch_daemon(self) -> None:
-        raise DaemonDied(f"the libp2p daemon of this island ended: {await self._daemon.died()}")
+        deaths = [asyncio.create_task(one.died()) for one in (self._daemon, *self._carriers)]
+        [first, *_], _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+        raise DaemonDied(f"the libp2p daemon of this island ended: {first.result()}")
 
     async def _report_refused(self, network: Network) -> None:
         reported = 0

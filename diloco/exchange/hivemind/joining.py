@@ -7,7 +7,7 @@ from typing import Callable
 from diloco.exchange.base import JoinError, Seat
 from diloco.exchange.hivemind.catch_up import take_over, tip_of, tip_to_adopt
 from diloco.exchange.hivemind.messages import Tip
-from diloco.exchange.hivemind.network import Traffic
+from diloco.exchange.hivemind.stream import Traffic
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
 from diloco.outer_state import FragmentState, OuterState
 

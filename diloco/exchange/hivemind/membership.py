@@ -165,6 +165,7 @@ class Membership:
         member.status, member.awaited, member.away = status, status.state in ("starting", "training"), False
         member.tips = {tip.fragment: tip for tip in status.tips}
         member.offers = {offer.fragment: offer for offer in status.offers}
+        self._network.learn_carriers(member.peer, status.carriers)
         if self.roster.comes_before(status.roster_height, status.roster_lineage):
             self._background(self._fetch_roster(member))
         self.on_change()
@@ -188,6 +189,7 @@ class Membership:
                 self.restarted(member, b"")
             return False
         self.receive_status(member, reply)
+        self._network.learn_carriers(member.peer, reply.carriers, answered=True)
         return True
 
     def publish(self) -> None:

@@ -9,11 +9,14 @@ from typing import Annotated, Literal
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from diloco.config import MAX_DATA_CONNECTIONS
+
 #: Longest message, in bytes; checked before it is parsed.
 MAX_MESSAGE_BYTES = 256 << 10
 
 MAX_MEMBERS = 64
 MAX_FRAGMENTS = 1024
+MAX_CARRIER_ADDRESSES = 8
 
 Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
 Slot = Annotated[int, Field(ge=0, lt=1 << 20)]
@@ -169,11 +172,19 @@ class Offer(_Message):
     passed: bool
 
 
+class Carrier(_Message):
+    """A data connection of a member: a daemon that moves its bulk bytes, with a peer id of its own."""
+
+    peer: Peer
+    addresses: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=MAX_CARRIER_ADDRESSES)]
+
+
 class Status(_Message):
     """Sign of life, sent at an interval and whenever it changes, and the answer to one. Replaces the member's last one.
 
-    ``incarnation`` tells one exchange process of an island from the next, ``sequence`` the order of its messages. Others wait
-    for an island that is ``starting`` or ``training``, and not for one that takes over state or whose trainer stands still.
+    ``incarnation`` tells one exchange process of an island from the next, ``sequence`` the order of its messages;
+    ``carriers`` stay the same for an incarnation. Others wait for an island that is ``starting`` or ``training``, and not
+    for one that takes over state or whose trainer stands still.
     """
 
     kind: Literal["status"] = "status"
@@ -186,6 +197,7 @@ class Status(_Message):
     tokens_per_second: Annotated[float, Field(ge=0)]
     tips: Annotated[tuple[Tip, ...], Field(max_length=MAX_FRAGMENTS)]
     offers: Annotated[tuple[Offer, ...], Field(max_length=MAX_FRAGMENTS)]
+    carriers: Annotated[tuple[Carrier, ...], Field(max_length=MAX_DATA_CONNECTIONS)] = ()
 
 
 class Leave(_Message):
@@ -288,10 +300,15 @@ class Settled(_Message):
 
 
 class ContributionHeader(_Message):
-    """Opens a stream that carries encoded chunks one way and their encoded means the other."""
+    """Opens a stream that carries encoded chunks one way and their encoded means the other.
+
+    It is number ``lane`` of ``lanes`` that share the chunks: it carries those whose place is ``lane`` modulo ``lanes``.
+    """
 
     kind: Literal["contribution"] = "contribution"
     proposal: Hash
+    lane: Annotated[int, Field(ge=0, lt=MAX_DATA_CONNECTIONS)]
+    lanes: Annotated[int, Field(ge=1, le=MAX_DATA_CONNECTIONS)]
 
 
 class StateRequest(_Message):

@@ -27,7 +27,7 @@ from diloco.exchange.hivemind.messages import (
     StateHeader,
     Tip,
 )
-from diloco.exchange.hivemind.network import Stream, Traffic
+from diloco.exchange.hivemind.stream import Stream, Traffic
 from diloco.exchange.hivemind.scatter_reduce import NotFinite, ScatterReduce
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings, in_words
 from diloco.outer_state import FragmentState, Ledger
@@ -262,7 +262,8 @@ class Round:
             proposal.weights,
             proposal.claims.index(self._claim()),
             self._traffic,
-            lambda position: self._open_stream(proposal, position),
+            lambda position: self._around.network.lanes(proposal.claims[position].peer),
+            lambda position, lane, lanes: self._open_stream(proposal, position, lane, lanes),
         )
         members = [claim.slot for claim in proposal.claims]
         attempt = Attempt(
@@ -276,9 +277,9 @@ class Round:
         self.notice()
         return attempt
 
-    async def _open_stream(self, proposal: Proposal, position: int) -> Stream:
-        header = ContributionHeader(proposal=proposal.id())
-        return await self._around.network.open_stream(proposal.claims[position].peer, header, self._traffic)
+    async def _open_stream(self, proposal: Proposal, position: int, lane: int, lanes: int) -> Stream:
+        header = ContributionHeader(proposal=proposal.id(), lane=lane, lanes=lanes)
+        return await self._around.network.open_stream(proposal.claims[position].peer, header, self._traffic, lane)
 
     async def _try(self, attempt: Attempt) -> RoundOutcome | None:
         with self._timed("transfer"):

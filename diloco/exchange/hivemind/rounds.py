@@ -33,7 +33,7 @@ from diloco.exchange.hivemind.messages import (
     Tip,
     Vote,
 )
-from diloco.exchange.hivemind.network import Stream
+from diloco.exchange.hivemind.stream import Stream
 from diloco.exchange.hivemind.offers import matching
 from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
@@ -131,19 +131,20 @@ class Rounds:
         """Serve a stream that a member opened."""
         match header:
             case ContributionHeader():
-                await self._take_contribution(member, header.proposal, stream)
+                await self._take_contribution(member, header, stream)
             case StateRequest() if header.fragment < len(self._state.fragments):
                 last = self._around.last_round.get(header.fragment, LastRound())
                 await self._donations.serve(stream, header, self._state.fragments[header.fragment], last)
             case _:
                 raise messages.BadMessage(f"{header.kind!r} opens no stream")
 
-    async def _take_contribution(self, member: Member, proposal: bytes, stream: Stream) -> None:
-        attempt = await self._find_attempt(proposal)
+    async def _take_contribution(self, member: Member, header: ContributionHeader, stream: Stream) -> None:
+        attempt = await self._find_attempt(header.proposal)
         if attempt is None or attempt.transfer is None or not attempt.names(member.slot):
             raise messages.BadMessage("a contribution to a proposal that is not open here")
+        position = attempt.position(member.slot)
         try:
-            await attempt.unless_failed(attempt.transfer.serve(attempt.position(member.slot), stream))
+            await attempt.unless_failed(attempt.transfer.serve(position, header.lane, header.lanes, stream))
         except (OSError, EOFError, ValueError) as error:
             attempt.fail(f"lost the stream of island {member.slot}: {error}")
             raise
@@ -219,6 +220,7 @@ class Rounds:
             tokens_per_second=max(0.0, float(self._state.tokens_per_second)),
             tips=tuple(self._tips()),
             offers=tuple(self._offers()),
+            carriers=self._around.network.carriers,
         )
 
     def _offers(self) -> Iterator[Offer]:

@@ -1,6 +1,11 @@
 """The bytes of one attempt: every member reduces a share of the chunks and sends the encoded mean to all.
 
-The mean is encoded once, by its reducer, and everyone (the reducer too) applies what that decodes to.
+The mean is encoded once, by its reducer, and everyone (the reducer too) applies what that decodes to. Between two members
+the chunks may go over several streams side by side, its lanes. That changes when bytes come, and nothing else: a chunk is
+reduced when all have come, in the order of the members.
+
+Nothing in here limits time. A member that sends no more, or little by little, is ended with the attempt: by its silence
+after ``exchange.peer_timeout``, by the round's deadline after ``exchange.round_deadline``.
 """
 
 import asyncio
@@ -10,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco.exchange.hivemind.messages import Evidence
-from diloco.exchange.hivemind.network import Stream, Traffic
+from diloco.exchange.hivemind.stream import Stream, Traffic
 from diloco.reduction import Codec, Seen, chunk_slice, reduce_chunk, reducer_chunks
 
 
@@ -25,7 +30,8 @@ class ScatterReduce:
         encoded: this member's own contribution, chunk by chunk.
         weights: of all members, in the order of reduction; ``position`` is this member's place in it.
         traffic: where the bytes are counted.
-        open_stream: a stream to the member at a position, ready for chunks.
+        num_lanes: how many streams to the member at a position are of use.
+        open_stream: a stream to the member at a position, ready for the chunks of one lane of so many.
     """
 
     def __init__(
@@ -37,15 +43,17 @@ class ScatterReduce:
         weights: Sequence[float],
         position: int,
         traffic: Traffic,
-        open_stream: Callable[[int], Awaitable[Stream]],
+        num_lanes: Callable[[int], int],
+        open_stream: Callable[[int, int, int], Awaitable[Stream]],
     ) -> None:
         self._codec, self._encoded, self._numel, self._dtype = codec, encoded, numel, dtype
-        self._weights, self._position, self._traffic, self._open_stream = weights, position, traffic, open_stream
+        self._weights, self._position, self._traffic = weights, position, traffic
+        self._num_lanes, self._open_stream = num_lanes, open_stream
         self._own = self._chunks_of(position)
         self._mean = torch.empty(numel, dtype=dtype)
         self._inbox: dict[int, list[Tensor | None]] = {chunk: [None] * len(weights) for chunk in self._own}
-        self._served: set[int] = set()
         self._seen = Seen(len(weights))
+        self._served: dict[int, tuple[int, set[int]]] = {}  # by position: how many lanes it has, and which have come
         loop = asyncio.get_running_loop()
         self._full: dict[int, asyncio.Future[None]] = {chunk: loop.create_future() for chunk in self._own}
         self._reduced: dict[int, asyncio.Future[Tensor]] = {chunk: loop.create_future() for chunk in self._own}
@@ -60,7 +68,7 @@ class ScatterReduce:
         for chunk in self._own:
             self._put(chunk, self._position, self._encoded[chunk])
         partners = [at for at in range(len(self._weights)) if at != self._position and self._chunks_of(at)]
-        await all_or_none([self._reduce_own(), *(self._trade_with(at) for at in partners)])
+        await all_or_none([self._reduce_own(), *(trade for at in partners for trade in self._trades_with(at))])
         return self._mean
 
     def evidence(self) -> tuple[float, tuple[Evidence, ...]]:
@@ -68,31 +76,38 @@ class ScatterReduce:
         pairs = zip(self._seen.squares, self._seen.alongs, strict=True)
         return self._seen.mean_square, tuple(Evidence(square=square, along=along) for square, along in pairs)
 
-    async def serve(self, position: int, stream: Stream) -> None:
+    async def serve(self, position: int, lane: int, lanes: int, stream: Stream) -> None:
         """The other end of a member's stream: take its chunks of this member's share, give the means.
 
         Raises:
-            ValueError: a second stream of the same member.
+            ValueError: a second stream for the same lane, or not the number of lanes that the member said before.
         """
-        if position in self._served:
-            raise ValueError("a second stream for the same contribution")
-        self._served.add(position)
+        said, came = self._served.setdefault(position, (lanes, set()))
+        if lane >= lanes or lanes != said or lane in came:
+            raise ValueError(f"stream {lane} of {lanes}, where {sorted(came)} of {said} came before")
+        came.add(lane)
+        self._traffic.received += stream.traffic.received  # its header
         stream.traffic = self._traffic
+        chunks = self._own[lane::lanes]
 
         async def take() -> None:
-            for chunk in self._own:
+            for chunk in chunks:
                 self._put(chunk, position, await stream.receive_tensor(self._max_bytes(chunk)))
 
         async def give() -> None:
-            for chunk in self._own:
+            for chunk in chunks:
                 await stream.send_tensor(await asyncio.shield(self._reduced[chunk]))
 
         await all_or_none([take(), give()])
         await stream.wait_for_end()
 
-    async def _trade_with(self, position: int) -> None:
+    def _trades_with(self, position: int) -> list[Coroutine[None, None, None]]:
         chunks = self._chunks_of(position)
-        stream = await self._open_stream(position)
+        lanes = min(self._num_lanes(position), len(chunks))
+        return [self._trade(position, chunks[lane::lanes], lane, lanes) for lane in range(lanes)]
+
+    async def _trade(self, position: int, chunks: range, lane: int, lanes: int) -> None:
+        stream = await self._open_stream(position, lane, lanes)
 
         async def give() -> None:
             for chunk in chunks:

@@ -16,6 +16,8 @@ _OWN_AFFAIR = {
     "swarm.listen",
     "swarm.announce",
     "swarm.identity_file",
+    "swarm.key_file",
+    "swarm.data_connections",
     "swarm.public",
     "swarm.join_timeout",
     "train.micro_batch_size",
