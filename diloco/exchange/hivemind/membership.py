@@ -258,6 +258,7 @@ class Membership:
         del self.members[member.slot]
         if self._by_peer.get(member.peer) is member:
             del self._by_peer[member.peer]
+            self._network.forget(member.peer)
 
     def _background(self, work: Coroutine[None, None, None]) -> None:
         if self._tasks:

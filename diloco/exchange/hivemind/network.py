@@ -86,6 +86,11 @@ class Network:
         """Remember where a peer listens, for when its connection breaks."""
         self._addresses[peer] = tuple(address for address in addresses if address.endswith(f"/p2p/{peer}"))
 
+    def forget(self, peer: str) -> None:
+        """It is no member any more: it has a stranger's rights, and its carriers none."""
+        self._addresses.pop(peer, None)
+        self._carriers.learn(peer, ())
+
     async def connect(self, peer: str) -> None:
         """Make sure there is a connection. Raises Unreachable."""
         try:
