@@ -180,8 +180,12 @@ class Cluster:
     Args:
         islands: how many are started; ``room`` more can be added.
         settings: overrides for all of them, such as ``"outer.sync_every=10"``.
-        link: their network; without one they share loopback.
+        link: their network; without one they share loopback. A stranger comes from its last place, so give it one more.
         step_seconds: the least that an inner step takes.
+
+    Attributes:
+        mark: what ``TEST_MARK`` begins with in the environment of all its processes.
+        addresses: of each island, by slot.
     """
 
     def __init__(
@@ -196,7 +200,7 @@ class Cluster:
         room: int = 0,
     ) -> None:
         self.folder, self.link, self._count = folder, link, islands
-        self._mark = uuid.uuid4().hex
+        self.mark = uuid.uuid4().hex
         write_text(folder)
         self._config = folder / "tiny.yaml"
         self._config.write_text(TINY.format(folder=folder, islands=islands, ranks=ranks, steps=steps))
@@ -223,7 +227,7 @@ class Cluster:
 
     def living(self) -> list[str]:
         """Command lines of all its processes."""
-        return list(marked(self._mark).values())
+        return list(marked(self.mark).values())
 
     def wait_until(
         self, condition: Callable[[], Any], timeout: float = 60.0, meanwhile: Callable[[], None] = lambda: None
@@ -253,10 +257,13 @@ class Cluster:
                 island.lives[-1].ended_by_us = True
                 with suppress(ProcessLookupError):
                     os.kill(island.lives[-1].process.pid, signal.SIGINT)
+        for pid in marked(self.mark):  # one that a test has stopped could not even end
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
         deadline = time.monotonic() + _END_SECONDS
         while self.living() and time.monotonic() < deadline:
             time.sleep(0.1)
-        for pid in (left := marked(self._mark)):
+        for pid in (left := marked(self.mark)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + _END_SECONDS
@@ -280,7 +287,7 @@ class Cluster:
         faults.mkdir()
         environment = {
             **os.environ,
-            MARK: f"{self._mark}-{slot}.",
+            MARK: f"{self.mark}-{slot}.",
             "TEST_FAULTS": str(faults),
             "TEST_STEP_SECONDS": str(step_seconds),
             "OMP_NUM_THREADS": "1",

@@ -77,7 +77,7 @@ class WanLink:
         queue_ms: float = 100.0,
         congestion: str = "cubic",
     ) -> None:
-        self.count = count
+        self.count, self._rate = count, rate
         first = {"count": count, "congestion": congestion, "super_packets": bits_per_second(rate) >= _FAST}
         self._router = subprocess.Popen(
             [sys.executable, "-S", wan_router.__file__],
@@ -125,6 +125,10 @@ class WanLink:
         given = {name: value for name, value in values.items() if value is not None}
         self._ask({"what": "change", "islands": self._those(islands), **given})
 
+    def slow(self, islands: Sequence[int], factor: float) -> None:
+        """Give these islands a share of the rate that the link was made with: ``1 / factor``."""
+        self.change(islands, rate=f"{bits_per_second(self._rate) / factor / 1e3}kbit")
+
     def cut(self, islands: Sequence[int], others: Sequence[int] | None = None) -> None:
         """Let nothing pass between ``islands`` and ``others`` (default: all that are not in ``islands``)."""
         self._connect(islands, others, up=False)
@@ -141,6 +145,10 @@ class WanLink:
     def packets_cut(self, island: int) -> int:
         """Packets from and to an island that a cut has swallowed: the proof that there was one."""
         return sum(counts.cut for pair, counts in self.counts().items() if island in pair)
+
+    def bytes_of(self, island: int) -> int:
+        """IP bytes that have passed from and to an island."""
+        return sum(counts.bytes for pair, counts in self.counts().items() if island in pair)
 
     def close(self) -> None:
         """End the router. Processes that still run in an island keep their namespace, cut off from everyone."""
