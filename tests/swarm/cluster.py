@@ -1,5 +1,6 @@
 """Islands as a user starts them, each a tree of processes, which a test can kill, start again, look into, and add to."""
 
+import math
 import os
 import signal
 import socket
@@ -62,18 +63,24 @@ class Life:
     """An island from one start to its end.
 
     Attributes:
+        started, ended: Unix seconds; infinity while it lives.
         rows: what it has recorded so far; :meth:`ClusterIsland.read` brings it up to date.
         ended_by_us: it was killed on purpose, so its end is no failure.
     """
 
     process: subprocess.Popen
     started: float
+    ended: float = math.inf
     rows: list[Row] = field(default_factory=list)
     ended_by_us: bool = False
 
     def of_kind(self, kind: str) -> list[Row]:
         """Its rows of a kind."""
         return [row for row in self.rows if row["kind"] == kind]
+
+    def ends(self, by_us: bool) -> None:
+        """Note that it ends now."""
+        self.ended, self.ended_by_us = min(self.ended, time.time()), self.ended_by_us or by_us
 
 
 class ClusterIsland:
@@ -119,7 +126,8 @@ class ClusterIsland:
 
     def rows(self, kind: str) -> list[Row]:
         """Rows of one kind, of the present life."""
-        return [row for row in self.read() if row["kind"] == kind]
+        self.read()
+        return self.lives[-1].of_kind(kind) if self.lives else []
 
     def height(self) -> int:
         """The last round that it has agreed on."""
@@ -149,7 +157,7 @@ class ClusterIsland:
 
     def kill(self) -> None:
         """SIGKILL for what trains. The exchange process and the daemon are left to notice by themselves."""
-        self.lives[-1].ended_by_us = True
+        self.lives[-1].ends(by_us=True)
         for pid in self.trainer_pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -254,7 +262,7 @@ class Cluster:
         """Ctrl-C for every island; what still lives some seconds later is killed."""
         for island in self.islands:
             if island.alive():
-                island.lives[-1].ended_by_us = True
+                island.lives[-1].ends(by_us=True)
                 with suppress(ProcessLookupError):
                     os.kill(island.lives[-1].process.pid, signal.SIGINT)
         for pid in marked(self.mark):  # one that a test has stopped could not even end

@@ -27,12 +27,14 @@ class Strike:
     Attributes:
         began, ended: Unix seconds; 0: not yet. A kill begins and ends at once.
         proof: what was seen of it; empty until it has really happened.
+        stops_trainer: the share of its time in which it keeps the victim from training.
     """
 
     fault: Fault
     began: float = 0.0
     ended: float = 0.0
     proof: str = ""
+    stops_trainer: float = 0.0
 
 
 class FaultPlayer:
@@ -117,7 +119,7 @@ class FaultPlayer:
         strike.proof = f"process {pid} gone"
 
     def _restart(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
-        assert not victim.alive(), f"island {victim.slot} was to be started again, and it lives"
+        yield from _until(lambda: not victim.alive())  # its end may have had to wait
         strike.began = time.time()
         self.cluster.start(victim.slot)
         strike.proof = f"life {len(victim.lives)} is process {victim.lives[-1].process.pid}"
@@ -125,7 +127,7 @@ class FaultPlayer:
 
     def _freeze(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
         pids = victim.pids()
-        strike.began = time.time()
+        strike.began, strike.stops_trainer = time.time(), 1.0
         try:
             _signal(pids, signal.SIGSTOP)
             yield from _until(lambda: all(status(pid) in ("T", "") for pid in pids))
@@ -165,7 +167,7 @@ class FaultPlayer:
 
     def _slow_trainer(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
         fault, until, turns = strike.fault, time.monotonic() + strike.fault.seconds, 0
-        pids = victim.trainer_pids()
+        pids, strike.stops_trainer = victim.trainer_pids(), 1 - 1 / fault.factor
         try:
             while time.monotonic() < until:
                 _signal(pids, signal.SIGSTOP)
