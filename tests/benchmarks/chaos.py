@@ -103,7 +103,7 @@ def result_of(chaos: Chaos, seconds: float) -> dict[str, Any]:
         "longest_seconds_between_faults": round(max(map(lambda a, b: b - a, began, began[1:]), default=0.0), 1),
         "inner_steps_lost_on_survivors": sum(measures.steps_lost(lives) for lives in islands),
         "throughput_ratio": round(measures.throughput_ratio(islands, strikes, step), 4),
-        "worst_stall_seconds": round(measures.worst_stall(islands, strikes), 2),
+        "worst_stall_seconds": round(measures.stalls(islands, strikes)[0][0], 2),
         "worst_recovery_seconds": round(max(recoveries, default=0.0), 2) if max(recoveries, default=0) < math.inf else None,
         "digests_agree": all(len(values) == 1 for values in digests.values()),
         "rounds_committed": measures.rounds_committed(islands),
@@ -133,6 +133,11 @@ def show(chaos: Chaos, result: dict[str, Any]) -> None:
         rounds = Counter(row["outcome"] for life in lives for row in life.of_kind("round"))
         steps = sum(len(life.of_kind("step")) for life in lives)
         print(f"island {slot}: {len(lives)} lives, {steps} steps, rounds {dict(rounds)}")
+    waits = (
+        f"{seconds:.1f} s (island {slot}, until second {until - start:.0f})"
+        for seconds, until, slot in measures.stalls(islands, chaos.player.strikes)[:6]
+    )
+    print(f"longest waits of islands that were not the victim then: {', '.join(waits)}")
     print(f"throughput {result['throughput_ratio']:.1%} of what the islands had time for (target 95 %)")
 
 

@@ -58,15 +58,15 @@ def _held_up(slot: int, strikes: Sequence[Strike], began: float, ended: float) -
     return seconds
 
 
-def worst_stall(islands: Sequence[Lives], strikes: Sequence[Strike]) -> float:
-    """The longest that a step waited on an island that was not itself the victim of a fault at that time."""
-    worst = 0.0
+def stalls(islands: Sequence[Lives], strikes: Sequence[Strike]) -> list[tuple[float, float, int]]:
+    """Where steps waited, longest first: (seconds, until when, island). What a victim itself waits for does not count."""
+    found = []
     for slot, lives in enumerate(islands):
         own = [strike for strike in strikes if slot in strike.fault.islands and strike.began]
         for began, ended in (wait for life in lives for wait in _waits(life)):
             if not any(strike.began < ended and began < (strike.ended or ended) + 1 for strike in own):
-                worst = max(worst, ended - began)
-    return worst
+                found.append((ended - began, ended, slot))
+    return sorted(found, reverse=True)
 
 
 def _waits(life: Life) -> Iterator[tuple[float, float]]:

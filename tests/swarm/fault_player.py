@@ -180,7 +180,7 @@ class FaultPlayer:
         strike.proof = f"the trainer stood still {turns} times for {_TURN_SECONDS * (fault.factor - 1):g} s"
 
     def _armed(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
-        kind = strike.fault.kind
+        kind, strike.began = strike.fault.kind, time.time()
         (victim.faults / kind).touch()
         fired = victim.faults / f"{kind}.fired"
         yield from _until(fired.exists)

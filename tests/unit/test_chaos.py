@@ -66,14 +66,14 @@ def test_throughput_counts_waiting_and_not_the_time_in_which_the_island_could_no
 def test_an_island_that_hangs_until_the_end_is_seen() -> None:
     hangs = life(step(1, 1), step(2, 2), ended=21)
     assert measures.throughput_ratio([[hangs]], [], 1.0) == pytest.approx(1 / 20)
-    assert measures.worst_stall([[hangs]], []) == 18
+    assert measures.stalls([[hangs]], [])[0] == (18, 21, 0)
 
 
-def test_the_worst_stall_is_that_of_an_island_that_was_not_the_victim() -> None:
+def test_stalls_are_those_of_islands_that_were_not_the_victim() -> None:
     islands = [[life(step(1, 10, stall=7), ended=10)], [life(step(1, 10, stall=3), ended=10)]]
     freeze = Strike(parse_fault("freeze 0 for 5s"), began=4, ended=9, proof="seen")
-    assert measures.worst_stall(islands, []) == 7
-    assert measures.worst_stall(islands, [freeze]) == 3
+    assert measures.stalls(islands, [])[0] == (7, 10, 0)
+    assert measures.stalls(islands, [freeze])[0] == (3, 10, 1)
 
 
 def test_recovery_is_the_next_round_that_counts_the_victim() -> None:
