@@ -126,9 +126,10 @@ def show(chaos: Chaos, result: dict[str, Any]) -> None:
         print(f"{moment:>7}  {str(strike.fault):36} {back:>10}  {strike.proof or 'DID NOT HAPPEN'}")
     for ending in chaos.ended_by_themselves:
         print(f"ended by itself: {ending}")
-    for key, digests in measures.digests(islands).items():
+    for (fragment, height), digests in measures.digests(islands).items():
         if len(digests) > 1:
-            print(f"fragment {key[0]}, round {key[1]}: the islands held {' and '.join(value[:12] for value in sorted(digests))}")
+            held = " and ".join(digest[:12] for digest in sorted(digests))
+            print(f"fragment {fragment}, round {height}: the islands held {held}")
     for slot, lives in enumerate(islands):
         rounds = Counter(row["outcome"] for life in lives for row in life.of_kind("round"))
         steps = sum(len(life.of_kind("step")) for life in lives)
@@ -153,10 +154,12 @@ def main() -> None:
     arguments = parser.parse_args()
     islands, seconds = (3, 36.0) if arguments.quick else (arguments.islands, arguments.seconds)
     reason = "--loopback" if arguments.loopback else wan.missing()
-    kinds = [kind for kind in KINDS if not (reason and kind == "cut")]
     if reason:
         print(f"over loopback, no link is cut: {reason}")
-    plan = QUICK if arguments.quick else random_plan(arguments.seed, seconds, islands, EVERY_SECONDS, RECOVERY_SECONDS, kinds)
+    kinds = [kind for kind in KINDS if not (reason and kind == "cut")]
+    plan = QUICK
+    if not arguments.quick:
+        plan = random_plan(arguments.seed, seconds, islands, EVERY_SECONDS, RECOVERY_SECONDS, kinds)
     sync_every = 4 if arguments.quick else arguments.sync_every
     settings = [
         f"outer.sync_every={sync_every}",

@@ -3,8 +3,8 @@
 import statistics
 from typing import Iterator, Sequence
 
-from cluster import Life
 from fault_player import Strike
+from island_process import Life
 
 from diloco.run_files import Row
 
@@ -37,8 +37,8 @@ def step_seconds(islands: Sequence[Lives]) -> float:
 def throughput_ratio(islands: Sequence[Lives], strikes: Sequence[Strike], step: float) -> float:
     """Steps done, of those that all islands could have done in the time in which they were able to.
 
-    An island is able from the first step of a life to the end of it, but while it is frozen; of the time in which its trainer
-    is slowed ``x`` times only ``1 / x`` counts.
+    An island is able from the first step of a life to the end of it, but while it is frozen; of the time in which its
+    trainer is slowed ``x`` times only ``1 / x`` counts.
     """
     done, able = 0, 0.0
     for slot, lives in enumerate(islands):
@@ -86,8 +86,8 @@ def recovery_seconds(islands: Sequence[Lives], strike: Strike) -> float | None:
         return None
     start = strike.began if strike.fault.kind in _FROM_BEGIN else strike.ended
     slot = strike.fault.islands[0]
-    rounds = (row for life in islands[slot] for row in life.of_kind("round"))
-    back = (row["time"] for row in rounds if row["outcome"] == "committed" and slot in row["members"] and row["time"] > start)
+    rounds = (row for life in islands[slot] for row in life.of_kind("round") if row["outcome"] == "committed")
+    back = (row["time"] for row in rounds if slot in row["members"] and row["time"] > start)
     return next(back, float("inf")) - start
 
 

@@ -10,7 +10,9 @@ _AWAY_SECONDS = 3  # from a kill until the island is started again
 _FIRST_SECONDS = 10
 
 
-def random_plan(seed: int, seconds: float, islands: int, every: float, recovery: float, kinds: Sequence[str] = KINDS) -> list[str]:
+def random_plan(
+    seed: int, seconds: float, islands: int, every: float, recovery: float, kinds: Sequence[str] = KINDS
+) -> list[str]:
     """Lines in the language of :mod:`faults`: a fault at every ``every`` seconds, each of ``kinds`` before any comes again.
 
     The founder (island 0) is killed too, as soon as anyone is killed a second time, or else instead of the other one.

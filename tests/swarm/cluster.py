@@ -1,25 +1,21 @@
-"""Islands as a user starts them, each a tree of processes, which a test can kill, start again, look into, and add to."""
+"""Islands of one run as a user starts them, on loopback or in a network of their own."""
 
-import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import faulty_island
-from harness import command, is_gone
+from harness import is_gone
+from island_process import MARK, IslandProcess, marked
 from wan import WanLink
 
-from diloco.exchange.hivemind.lifetime import dying_with_me
 from diloco.launch import make_identity
-from diloco.run_files import Row, RowTail, metrics_file
 
 #: A run of seconds: a tiny model on a text of the test's own.
 TINY = """
@@ -34,10 +30,8 @@ exchange: {{type: hivemind, peer_timeout: 8, round_deadline: 60}}
 swarm: {{islands: {islands}, max_slots: 4}}
 """
 
-MARK = "TEST_MARK"
 _PORT = 31337  # in a namespace of its own, every island can have the same
 _END_SECONDS = 15.0
-_LAST_LINES = 25
 
 
 def write_text(folder: Path) -> None:
@@ -48,140 +42,8 @@ def write_text(folder: Path) -> None:
         (folder / "text" / f"{index}.txt").write_text(words)
 
 
-def marked(mark: str) -> dict[int, str]:
-    """Living processes whose environment holds ``TEST_MARK=<mark>…``, and their command lines."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):  # it ended meanwhile
-            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                found[int(entry.name)] = command(int(entry.name))
-    return {pid: line for pid, line in found.items() if line}  # without a command line: waits to be reaped
-
-
-@dataclass
-class Life:
-    """An island from one start to its end.
-
-    Attributes:
-        started, ended: Unix seconds; infinity while it lives.
-        rows: what it has recorded so far; :meth:`ClusterIsland.read` brings it up to date.
-        ended_by_us: it was killed on purpose, so its end is no failure.
-    """
-
-    process: subprocess.Popen
-    started: float
-    ended: float = math.inf
-    rows: list[Row] = field(default_factory=list)
-    ended_by_us: bool = False
-
-    def of_kind(self, kind: str) -> list[Row]:
-        """Its rows of a kind."""
-        return [row for row in self.rows if row["kind"] == kind]
-
-    def ends(self, by_us: bool) -> None:
-        """Note that it ends now."""
-        self.ended, self.ended_by_us = min(self.ended, time.time()), self.ended_by_us or by_us
-
-
-class ClusterIsland:
-    """One island of a :class:`Cluster`.
-
-    Args:
-        arguments: its command line.
-        environment: of all its processes; holds a mark by which they are found.
-
-    Attributes:
-        lives: the last one is the present one.
-        faults: the folder in which :mod:`faulty_island` looks for armed faults.
-    """
-
-    def __init__(self, folder: Path, slot: int, arguments: list[str], environment: dict[str, str]) -> None:
-        self.slot, self.arguments, self.environment = slot, arguments, environment
-        self.faults, self.log = Path(environment["TEST_FAULTS"]), folder / f"island-{slot}.log"
-        self.lives: list[Life] = []
-        self._metrics = metrics_file(folder / "run", slot)
-        self._tail, self._before = RowTail(self._metrics), 0
-
-    def start(self, *more: str) -> None:
-        """Start it, or start it again with the same command line and, if need be, more overrides."""
-        self.read()
-        self._before = _inode(self._metrics)  # what lies there belongs to the life before
-        self._tail = RowTail(self._metrics)
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                dying_with_me([*self.arguments, *more]),
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.lives.append(Life(process, time.time()))
-
-    def read(self) -> list[Row]:
-        """Rows of the present life, up to now."""
-        if self.lives and _inode(self._metrics) not in (0, self._before):
-            self.lives[-1].rows += self._tail.read()
-        return self.lives[-1].rows if self.lives else []
-
-    def rows(self, kind: str) -> list[Row]:
-        """Rows of one kind, of the present life."""
-        self.read()
-        return self.lives[-1].of_kind(kind) if self.lives else []
-
-    def height(self) -> int:
-        """The last round that it has agreed on."""
-        agreed = [row["round"] for row in self.rows("round") if row["outcome"] != "skipped"]
-        return agreed[-1] if agreed else 0
-
-    def alive(self) -> bool:
-        """Whether its trainer runs."""
-        return bool(self.lives) and self.lives[-1].process.poll() is None
-
-    def pids(self) -> list[int]:
-        """All its processes."""
-        return list(marked(self.environment[MARK]))
-
-    def exchange_pid(self) -> int | None:
-        """Its exchange process, if there is one at the moment."""
-        return self._pid_with("spawn_main")
-
-    def daemon_pid(self) -> int | None:
-        """Its libp2p daemon, if there is one at the moment."""
-        return self._pid_with("p2pd")
-
-    def trainer_pids(self) -> list[int]:
-        """What trains: the process itself, or torchrun and its ranks."""
-        script = faulty_island.__file__
-        return [pid for pid, line in marked(self.environment[MARK]).items() if script in line and "spawn_main" not in line]
-
-    def kill(self) -> None:
-        """SIGKILL for what trains. The exchange process and the daemon are left to notice by themselves."""
-        self.lives[-1].ends(by_us=True)
-        for pid in self.trainer_pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.lives[-1].process.wait()
-        self.read()
-
-    def last_lines(self) -> str:
-        """The end of what it printed."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "\n".join(f"  island {self.slot}: {line}" for line in lines[-_LAST_LINES:])
-
-    def _pid_with(self, word: str) -> int | None:
-        return next((pid for pid, line in marked(self.environment[MARK]).items() if word in line), None)
-
-
-def _inode(path: Path) -> int:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return 0
-
-
 class Cluster:
-    """Islands of one run. Use it in a ``with``: after the block nothing of it lives on, and a block that ended well proves so.
+    """Islands of one run. Use it in a ``with``: after the block nothing of it lives on, and if it ended well that is proved.
 
     Island i has slot i, a lasting identity and a known address, so it can come back by the command line that it left with.
 
@@ -207,6 +69,8 @@ class Cluster:
         ranks: int = 1,
         room: int = 0,
     ) -> None:
+        if link and link.count < islands + room:
+            raise ValueError(f"a link with {link.count} places is too small for {islands} islands and {room} newcomers")
         self.folder, self.link, self._count = folder, link, islands
         self.mark = uuid.uuid4().hex
         write_text(folder)
@@ -285,7 +149,7 @@ class Cluster:
         host, port = (WanLink.address(slot), _PORT) if self.link else ("127.0.0.1", _free_port())
         return f"/ip4/{host}/tcp/{port}/p2p/{peer}"
 
-    def _make_island(self, slot: int, settings: Sequence[str], ranks: int, step_seconds: float) -> ClusterIsland:
+    def _make_island(self, slot: int, settings: Sequence[str], ranks: int, step_seconds: float) -> IslandProcess:
         _, _, host, _, port, _, _ = self.addresses[slot].split("/")
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         own = [f"swarm.slot={slot}", f"swarm.listen={host}:{port}", f"swarm.identity_file={self.folder}/identity-{slot}"]
@@ -302,7 +166,7 @@ class Cluster:
             "PYTHONUNBUFFERED": "1",
             "GLOO_SOCKET_IFNAME": "lo",  # inside an island; this machine's own name leads nowhere in a namespace
         }
-        return ClusterIsland(
+        return IslandProcess(
             self.folder, slot, self.link.command(slot, arguments) if self.link else arguments, environment
         )
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator
 
 import stranger
-from cluster import MARK, Cluster, ClusterIsland
+from cluster import Cluster
 from faults import Fault
 from harness import is_gone, status
+from island_process import MARK, IslandProcess
 
 _GONE_SECONDS = 10.0  # for what must end by itself after its trainer was killed
 _TURN_SECONDS = 0.5  # the running part of a turn of a slowed trainer
@@ -94,13 +95,13 @@ class FaultPlayer:
         strike.ended = strike.ended or time.time()
         _let_go(fault, victim)
 
-    def _is_due(self, fault: Fault, victim: ClusterIsland | None) -> bool:
+    def _is_due(self, fault: Fault, victim: IslandProcess | None) -> bool:
         if not fault.at_round:
             return time.monotonic() - self._started >= fault.at_seconds
         watched = [victim] if victim else self.cluster.islands
         return max(island.height() for island in watched) >= fault.at_round - 1
 
-    def _kill(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
+    def _kill(self, strike: Strike, victim: IslandProcess) -> Iterator[None]:
         pids = victim.pids()
         strike.began = strike.ended = time.time()
         victim.kill()
@@ -110,7 +111,7 @@ class FaultPlayer:
             yield
         strike.proof = f"{len(pids)} processes gone within {time.time() - strike.began:.1f} s"
 
-    def _kill_part(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
+    def _kill_part(self, strike: Strike, victim: IslandProcess) -> Iterator[None]:
         find = victim.exchange_pid if strike.fault.kind == "kill exchange" else victim.daemon_pid
         pid = yield from _until(find)
         strike.began = time.time()
@@ -118,14 +119,14 @@ class FaultPlayer:
         yield from _until(lambda: is_gone(pid))
         strike.proof = f"process {pid} gone"
 
-    def _restart(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
+    def _restart(self, strike: Strike, victim: IslandProcess) -> Iterator[None]:
         yield from _until(lambda: not victim.alive())  # its end may have had to wait
         strike.began = time.time()
         self.cluster.start(victim.slot)
         strike.proof = f"life {len(victim.lives)} is process {victim.lives[-1].process.pid}"
         yield
 
-    def _freeze(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
+    def _freeze(self, strike: Strike, victim: IslandProcess) -> Iterator[None]:
         pids = victim.pids()
         strike.began, strike.stops_trainer = time.time(), 1.0
         try:
@@ -137,7 +138,7 @@ class FaultPlayer:
         finally:
             _signal(pids, signal.SIGCONT)
 
-    def _cut(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
+    def _cut(self, strike: Strike, victim: IslandProcess) -> Iterator[None]:
         link, fault = self.cluster.link, strike.fault
         assert link, f"{fault}: a cut needs a link; give the cluster one"
         before, strike.began = link.packets_cut(victim.slot), time.time()
@@ -150,11 +151,11 @@ class FaultPlayer:
         if swallowed := link.packets_cut(victim.slot) - before:
             strike.proof = f"{swallowed} packets swallowed"
 
-    def _slow(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
+    def _slow(self, strike: Strike, victim: IslandProcess) -> Iterator[None]:
         strike.began = time.time()
         yield from (self._slow_link if self.cluster.link else self._slow_trainer)(strike, victim)
 
-    def _slow_link(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
+    def _slow_link(self, strike: Strike, victim: IslandProcess) -> Iterator[None]:
         link, fault = self.cluster.link, strike.fault
         before = link.bytes_of(victim.slot)
         link.slow([victim.slot], fault.factor)
@@ -165,7 +166,7 @@ class FaultPlayer:
         if passed := link.bytes_of(victim.slot) - before:
             strike.proof = f"{passed / 1e3:.0f} kB passed at 1/{fault.factor:g} of the rate"
 
-    def _slow_trainer(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
+    def _slow_trainer(self, strike: Strike, victim: IslandProcess) -> Iterator[None]:
         fault, until, turns = strike.fault, time.monotonic() + strike.fault.seconds, 0
         pids, strike.stops_trainer = victim.trainer_pids(), 1 - 1 / fault.factor
         try:
@@ -179,7 +180,7 @@ class FaultPlayer:
             _signal(pids, signal.SIGCONT)
         strike.proof = f"the trainer stood still {turns} times for {_TURN_SECONDS * (fault.factor - 1):g} s"
 
-    def _armed(self, strike: Strike, victim: ClusterIsland) -> Iterator[None]:
+    def _armed(self, strike: Strike, victim: IslandProcess) -> Iterator[None]:
         kind, strike.began = strike.fault.kind, time.time()
         (victim.faults / kind).touch()
         fired = victim.faults / f"{kind}.fired"
@@ -219,7 +220,7 @@ _ACTIONS = {
 }
 
 
-def _let_go(fault: Fault, victim: ClusterIsland | None) -> None:
+def _let_go(fault: Fault, victim: IslandProcess | None) -> None:
     """Let an exchange process that was held in a phase go on, now that the fault is in force."""
     if fault.during:
         (victim.faults / f"{_HOLDS[fault.during]}.release").touch()

@@ -5,13 +5,13 @@
     restart 2 @ 40s                       the same command line again
     freeze 1 for 10s @ round 2            SIGSTOP of all its processes
     cut 0 for 20s @ 30s                   its link to everyone;  cut 0-1  to one other;  cut 0,1-2,3  two halves
-    slow 10x 3 for 20s                    its link at a tenth of the rate or, without a link, its trainer at a tenth of the pace
+    slow 10x 3 for 20s                    its link at a tenth of the rate; without a link its trainer
     nan 1 @ round 4                       a weight that is not a number
     corrupt 2 @ round 4                   the mean that it applies differs from what the others apply
     stranger @ round 2                    someone without a place in the run throws garbage at it
 
-``@ 12s`` counts from when the plan is started, ``@ round 3`` is when the (first) victim has round 2 behind it; without either
-it is at once. Nothing here touches a process: :mod:`fault_player` does.
+``@ 12s`` counts from when the plan is started, ``@ round 3`` is when the (first) victim has round 2 behind it; without
+either it is at once. Nothing here touches a process: :mod:`fault_player` does.
 """
 
 import re

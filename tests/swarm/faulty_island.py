@@ -2,11 +2,12 @@
 
 A fault is armed by making a file in the folder ``TEST_FAULTS``, and leaves ``<fault>.fired`` when it has happened:
 
-``hold_in_transfer``, ``hold_before_vote``: the exchange process stops there until ``<fault>.release`` appears. ``corrupt``: one
-element of the mean that it applies is another one. ``nan``: a weight of the model is not a number when it is next gathered.
+``hold_in_transfer``, ``hold_before_vote``: the exchange process stops there until ``<fault>.release`` appears.
+``corrupt``: one element of the mean that it applies is another one. ``nan``: a weight of the model is not a number when it
+is next gathered.
 
-``TEST_STEP_SECONDS``: every inner step takes at least that long and sleeps for the rest, so that islands that share few cores
-still show who waits for whom.
+``TEST_STEP_SECONDS``: every inner step takes at least that long and sleeps for the rest, so that islands that share few
+cores still show who waits for whom.
 """
 
 import asyncio

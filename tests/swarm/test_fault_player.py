@@ -22,7 +22,7 @@ def test_every_fault_leaves_its_trace_and_the_swarm_goes_on(tmp_path: Path) -> N
         corrupt 2 @ round 3
         kill exchange 1 @ 4s
         stranger @ 5s
-        freeze 2 for 2s @ 10s
+        freeze 2 for 2s @ round 12 during vote
         slow 4x 0 for 4s @ 13s
         kill 2 @ round 20 during transfer
         """
@@ -43,6 +43,7 @@ def test_every_fault_leaves_its_trace_and_the_swarm_goes_on(tmp_path: Path) -> N
     assert "refused" in events(cluster, 0)
     assert "answered" in stranger.proof
     assert longest_gap(cluster, 2, freeze.began, freeze.ended) > 1.9
+    assert [row for row in cluster.islands[2].rows("round") if freeze.ended < row["time"] < freeze.ended + 4]  # thawed, it goes on
     assert longest_gap(cluster, 0, slow.began, slow.ended) > 1.4
     assert not [row for row in cluster.islands[2].rows("step") if row["time"] > kill.began]
     lost = [row for row in cluster.islands[0].rows("event") if row["what"] == "lost" and row["time"] > kill.began]

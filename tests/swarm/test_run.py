@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Iterator
 
 import pytest
-from cluster import MARK, TINY, marked, write_text
+from cluster import TINY, write_text
 from harness import eventually
+from island_process import MARK, marked
 
 
 class Run:

@@ -6,9 +6,10 @@ from typing import Iterator
 
 import pytest
 import wan
-from cluster import Cluster, ClusterIsland
+from cluster import Cluster
 from fault_player import FaultPlayer, Strike
 from faults import parse_plan
+from island_process import IslandProcess
 from wan import WanLink
 
 PEER_TIMEOUT = 4.0
@@ -19,22 +20,22 @@ SETTINGS = [f"exchange.peer_timeout={PEER_TIMEOUT}", "exchange.round_deadline=20
 STEP_SECONDS = 0.1
 
 
-def rounds(island: ClusterIsland, outcome: str = "committed") -> list[dict]:
+def rounds(island: IslandProcess, outcome: str = "committed") -> list[dict]:
     """Its rounds that ended like that."""
     return [row for row in island.rows("round") if row["outcome"] == outcome]
 
 
-def digests(island: ClusterIsland) -> dict[int, str]:
+def digests(island: IslandProcess) -> dict[int, str]:
     """What it held after each round that it took part in or took over."""
     return {row["round"]: row["digest"] for row in island.rows("round") if row["outcome"] != "skipped"}
 
 
-def events(island: ClusterIsland, what: str) -> list[dict]:
+def events(island: IslandProcess, what: str) -> list[dict]:
     """Its events of that kind."""
     return [row for row in island.rows("event") if row["what"] == what]
 
 
-def assert_one_model(islands: list[ClusterIsland]) -> None:
+def assert_one_model(islands: list[IslandProcess]) -> None:
     """Wherever two islands have both seen a round, they held the same bits after it."""
     first, *others = [digests(island) for island in islands]
     for other in others:
@@ -110,7 +111,7 @@ def test_a_cut_shorter_than_peer_timeout_costs_no_round(pair: Cluster) -> None:
 
 @pytest.mark.timeout(120)
 def test_after_a_cut_longer_than_peer_timeout_both_sides_hold_one_model_again(pair: Cluster) -> None:
-    """Each side goes on alone in the meantime (``exchange.min_islands`` is 1), and the lighter one then follows the other."""
+    """Each side goes on alone in the meantime (``exchange.min_islands`` is 1), and one of them then follows the other."""
     [cut] = play(pair, f"cut 1 for {3 * PEER_TIMEOUT}s")
     lonely = [row for island in pair.islands for row in rounds(island) if cut.began < row["time"] < cut.ended]
     assert lonely and {len(row["members"]) for row in lonely[1:]} == {1}

@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "swarm"))  # its modules name
 
 import chaos_measures as measures  # noqa: E402
 from chaos_plan import KINDS, random_plan  # noqa: E402
-from cluster import Life  # noqa: E402
 from fault_player import Strike  # noqa: E402
 from faults import parse_fault, parse_plan  # noqa: E402
+from island_process import Life  # noqa: E402
 
 
 def test_the_plan_holds_every_kind_and_kills_the_founder() -> None:
