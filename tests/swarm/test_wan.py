@@ -162,7 +162,8 @@ def test_ten_minutes_on_a_bad_line_nobody_is_taken_for_dead(tmp_path: Path) -> N
             cluster.wait_until_training()
             until = time.monotonic() + 600
             cluster.wait_until(lambda: time.monotonic() > until, timeout=700)
-            assert all(counts.lost > 50 for counts in link.counts().values())
+            lost = [counts.lost for counts in link.counts().values()]
+    assert min(lost) > 0 and sum(lost) > 200, f"packets lost by direction: {lost}"
     for island in cluster.islands:
         assert not events(island, "lost") and not rounds(island, "skipped")
         assert len(rounds(island)) > 30 and {tuple(row["members"]) for row in rounds(island)} == {(0, 1, 2)}
