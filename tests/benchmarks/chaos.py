@@ -34,27 +34,31 @@ from faults import Fault, parse_plan  # noqa: E402
 STEP_SECONDS = 0.5
 EVERY_SECONDS = 25.0
 RECOVERY_SECONDS = 40.0  # after the last fault
-AGAIN_SECONDS = 3.0  # until an island that ended by itself is started again, as a supervisor would
+AGAIN_SECONDS = 3.0  # until an island that has ended is started again, as a supervisor would
 QUICK = ["freeze 1 for 6s @ 4s", "kill 0 @ 16s", "restart 0 @ 17s"]
 
 
 class Chaos:
     """One run of it.
 
+    Args:
+        seconds: how long; in the last ``recovery`` of them no fault begins.
+
     Attributes:
         ended_by_themselves: islands that nobody killed, and how they ended.
     """
 
-    def __init__(self, cluster: Cluster, plan: list[str]) -> None:
+    def __init__(self, cluster: Cluster, plan: list[str], seconds: float, recovery: float) -> None:
+        self._end = time.monotonic() + seconds
+        self._last_moment = self._end - recovery
         self.cluster = cluster
         self.player = FaultPlayer(cluster, parse_plan(plan), may_strike=self._may_strike)
         self.ended_by_themselves: list[str] = []
         self._again: dict[int, float] = {}
 
-    def run(self, seconds: float) -> None:
-        """Let it happen for so long."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+    def run(self) -> None:
+        """Let it happen until the time is over."""
+        while time.monotonic() < self._end:
             self.player.tick()
             self._supervise()
             time.sleep(0.02)
@@ -64,14 +68,16 @@ class Chaos:
         return [island.lives for island in self.cluster.islands]
 
     def _may_strike(self, fault: Fault) -> bool:
-        """A fault waits until nobody suffers from an earlier one; only what ends an earlier one does not."""
+        """In the order of the plan, when nobody suffers from an earlier fault and there is time to get over this one."""
         if fault.kind == "restart":
-            return True
+            return time.time() > self.cluster.islands[fault.islands[0]].lives[-1].ended + AGAIN_SECONDS
         for island in self.cluster.islands:
             island.read()
         begun = [strike for strike in self.player.strikes if strike.began]
         over = all(strike.ended and (measures.recovery_seconds(self.lives(), strike) or 0) < math.inf for strike in begun)
-        return over and all(island.alive() and island.height() for island in self.cluster.islands)
+        healthy = over and all(island.alive() and island.height() for island in self.cluster.islands)
+        waiting = (strike.fault for strike in self.player.strikes if not strike.began and strike.fault.kind != "restart")
+        return healthy and fault is next(waiting) and time.monotonic() < self._last_moment
 
     def _supervise(self) -> None:
         for island in self.cluster.islands:
@@ -152,14 +158,16 @@ def main() -> None:
     parser.add_argument("--sync-every", default="16", help="outer.sync_every")
     parser.add_argument("--loopback", action="store_true", help="no link, even where there could be one")
     arguments = parser.parse_args()
-    islands, seconds = (3, 36.0) if arguments.quick else (arguments.islands, arguments.seconds)
+    islands, seconds, recovery = arguments.islands, arguments.seconds, RECOVERY_SECONDS
+    if arguments.quick:
+        islands, seconds, recovery = 3, 36.0, 15.0
     reason = "--loopback" if arguments.loopback else wan.missing()
     if reason:
         print(f"over loopback, no link is cut: {reason}")
     kinds = [kind for kind in KINDS if not (reason and kind == "cut")]
     plan = QUICK
     if not arguments.quick:
-        plan = random_plan(arguments.seed, seconds, islands, EVERY_SECONDS, RECOVERY_SECONDS, kinds)
+        plan = random_plan(arguments.seed, seconds, islands, EVERY_SECONDS, recovery, kinds)
     sync_every = 4 if arguments.quick else arguments.sync_every
     settings = [
         f"outer.sync_every={sync_every}",
@@ -173,8 +181,8 @@ def main() -> None:
         link = None if reason else stack.enter_context(wan.WanLink(islands + 1, "50mbit", rtt_ms=40))
         cluster = stack.enter_context(Cluster(folder, islands, settings, link, step_seconds=STEP_SECONDS))
         cluster.wait_until_training()
-        chaos = Chaos(cluster, plan)
-        chaos.run(seconds)
+        chaos = Chaos(cluster, plan, seconds, recovery)
+        chaos.run()
         cluster.end()
         result = result_of(chaos, seconds)
         show(chaos, result)
