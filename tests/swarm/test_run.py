@@ -8,24 +8,14 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Iterator
 
 import pytest
+from cluster import TINY, write_text
 from harness import eventually
-
-#: A run of seconds: a tiny model on a text of the test's own.
-TINY = """
-run: {{name: tiny, dir: {folder}/run}}
-model: {{hidden_size: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, intermediate_size: 64}}
-data: {{type: text, paths: ["{folder}/text/*.txt"], seq_len: 32}}
-parallel: {{data_parallel_size: {ranks}}}
-optimizer: {{lr: 3.0e-3, warmup_steps: 5}}
-train: {{steps: {steps}, global_batch_size: 4, eval_sequences: 4}}
-outer: {{sync_every: 5}}
-exchange: {{type: hivemind, peer_timeout: 8, round_deadline: 60}}
-swarm: {{islands: {islands}, max_slots: 4}}
-"""
+from island_process import MARK, marked
 
 
 class Run:
@@ -33,11 +23,8 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
-        self.environment = {**os.environ, "TEST_MARK": self.mark, "OMP_NUM_THREADS": "1"}
-        (folder / "text").mkdir()
-        for index in range(20):
-            words = " ".join(f"word{(index * number) % 97}" for number in range(1, 1500))
-            (folder / "text" / f"{index}.txt").write_text(words)
+        self.environment = {**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        write_text(folder)
 
     def config(self, islands: int, ranks: int, steps: int) -> str:
         """Path of a configuration."""
@@ -64,14 +51,7 @@ class Run:
 
     def living(self) -> list[str]:
         """Command lines of the processes that carry the mark."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
-            except OSError:
-                continue  # it ended meanwhile
-        return [command for command in found if command]  # an empty command line is a process that waits to be reaped
+        return list(marked(self.mark).values())
 
 
 def address_of(first: subprocess.Popen) -> str:
@@ -87,12 +67,9 @@ def address_of(first: subprocess.Popen) -> str:
 def run(tmp_path: Path) -> Iterator[Run]:
     made = Run(tmp_path)
     yield made
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and made.mark.encode() in (entry / "environ").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
-        except OSError:
-            continue
+    for pid in marked(made.mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.timeout(180)

@@ -1,0 +1,106 @@
+"""What a swarm lost to the faults that it lived through, from the rows that its islands wrote. Pure functions."""
+
+import statistics
+from typing import Iterator, Sequence
+
+from fault_player import Strike
+from island_process import Life
+
+from diloco.run_files import Row
+
+#: Of an island, one for each time that it was started.
+Lives = Sequence[Life]
+
+#: From which end of these faults recovery is counted; a killed island's is counted from its restart.
+_FROM_BEGIN = ("restart", "nan", "kill exchange", "kill daemon")
+_FROM_END = ("freeze", "cut", "slow")
+
+
+def steps_lost(lives: Lives) -> int:
+    """Inner steps that are missing between the first and the last of a life, or were done twice in it."""
+    lost = 0
+    for life in lives:
+        steps = [row["step"] for row in life.of_kind("step")]
+        lost += sum(abs(after - before - 1) for before, after in zip(steps, steps[1:]))
+    return lost
+
+
+def step_seconds(islands: Sequence[Lives]) -> float:
+    """Median time from step to step where nobody waited."""
+    gaps = []
+    for life in (life for lives in islands for life in lives):
+        steps = life.of_kind("step")
+        gaps += [after["time"] - before["time"] for before, after in zip(steps, steps[1:]) if not after["stall_seconds"]]
+    return statistics.median(gaps)
+
+
+def throughput_ratio(islands: Sequence[Lives], strikes: Sequence[Strike], step: float) -> float:
+    """Steps done, of those that all islands could have done in the time in which they were able to.
+
+    An island is able from the first step of a life to the end of it, but while it is frozen; of the time in which its
+    trainer is slowed ``x`` times only ``1 / x`` counts.
+    """
+    done, able = 0, 0.0
+    for slot, lives in enumerate(islands):
+        for life in (life for life in lives if life.of_kind("step")):
+            first = life.of_kind("step")[0]["time"]
+            done += len(life.of_kind("step")) - 1
+            able += life.ended - first - _held_up(slot, strikes, first, life.ended)
+    return done * step / able
+
+
+def _held_up(slot: int, strikes: Sequence[Strike], began: float, ended: float) -> float:
+    seconds = 0.0
+    for strike in strikes:
+        if strike.fault.islands == (slot,) and strike.proof and strike.stops_trainer:
+            overlap = min(ended, strike.ended) - max(began, strike.began)
+            seconds += max(0.0, overlap) * strike.stops_trainer
+    return seconds
+
+
+def stalls(islands: Sequence[Lives], strikes: Sequence[Strike]) -> list[tuple[float, float, int]]:
+    """Where steps waited, longest first: (seconds, until when, island). What a victim itself waits for does not count."""
+    found = []
+    for slot, lives in enumerate(islands):
+        own = [strike for strike in strikes if slot in strike.fault.islands and strike.began]
+        for began, ended in (wait for life in lives for wait in _waits(life)):
+            if not any(strike.began < ended and began < (strike.ended or ended) + 1 for strike in own):
+                found.append((ended - began, ended, slot))
+    return sorted(found, reverse=True)
+
+
+def _waits(life: Life) -> Iterator[tuple[float, float]]:
+    """When its steps waited; a wait that its end cut short counts too."""
+    steps = life.of_kind("step")
+    yield from ((row["time"] - row["stall_seconds"], row["time"]) for row in steps)
+    if steps:
+        yield steps[-1]["time"] + steps[-1]["step_seconds"], max(life.ended, steps[-1]["time"] + steps[-1]["step_seconds"])
+
+
+def recovery_seconds(islands: Sequence[Lives], strike: Strike) -> float | None:
+    """From when the victim could go on (started again, thawed, healed) to its next committed round that counts it.
+
+    None where there is nothing to recover from; infinity where it did not.
+    """
+    if strike.fault.kind not in _FROM_BEGIN + _FROM_END or not strike.began:
+        return None
+    start = strike.began if strike.fault.kind in _FROM_BEGIN else strike.ended
+    slot = strike.fault.islands[0]
+    rounds = (row for life in islands[slot] for row in life.of_kind("round") if row["outcome"] == "committed")
+    back = (row["time"] for row in rounds if slot in row["members"] and row["time"] > start)
+    return next(back, float("inf")) - start
+
+
+def digests(islands: Sequence[Lives]) -> dict[tuple[int, int], set[str]]:
+    """What the islands held after each (fragment, round)."""
+    found: dict[tuple[int, int], set[str]] = {}
+    for row in (row for lives in islands for life in lives for row in life.of_kind("round")):
+        if row["digest"]:
+            found.setdefault((row["fragment"], row["round"]), set()).add(row["digest"])
+    return found
+
+
+def rounds_committed(islands: Sequence[Lives]) -> int:
+    """Rounds that anyone committed."""
+    rows = (row for lives in islands for life in lives for row in life.of_kind("round"))
+    return len({(row["fragment"], row["round"]) for row in rows if row["outcome"] == "committed"})
