@@ -97,8 +97,8 @@ class Trainer:
     def outcome(self, fragment: int) -> Any:
         """How the round ended."""
         outcome = self._exchange.outcome(fragment)
-        if outcome.kind == "committed":
-            self._done[fragment] = self._offered[fragment]
+        if outcome.kind == "committed" or outcome.rejected or outcome.position > self._done[fragment]:
+            self._done[fragment] = self._offered[fragment]  # it counts, or never will
         return outcome
 
     def address(self) -> str:
@@ -461,17 +461,16 @@ def _add_cuts(folder: Path, fires: Callable[[str], bool]) -> None:
 def _add_lies(fires: Callable[[str], bool]) -> None:
     """Contributions that are not what they claim to be, and a reducer that does not tell all the same."""
     from diloco.exchange.hivemind.stream import Stream
-    from diloco.exchange.hivemind.round import Round
+    from diloco.exchange.hivemind.contribution import Contribution
 
-    prepare, send_tensor = Round._prepare, Stream.send_tensor
+    prepare, send_tensor = Contribution.prepare, Stream.send_tensor
 
-    def prepare_lie(self: Round) -> Any:
-        health = prepare(self)
+    def prepare_lie(self: Contribution) -> None:
+        prepare(self)
         if fires("exaggerate"):
-            self._encoded = [(chunk.view(torch.float32) * 100).view(torch.uint8) for chunk in self._encoded]
+            self.encoded = [(chunk.view(torch.float32) * 100).view(torch.uint8) for chunk in self.encoded]
         if fires("break"):
-            self._encoded[0].view(torch.float32)[3] = float("nan")
-        return health
+            self.encoded[0].view(torch.float32)[3] = float("nan")
 
     async def send_or_corrupt(self: Stream, values: Tensor) -> None:
         if "serve" in inspect.currentframe().f_back.f_code.co_qualname and fires("corrupt_mean"):
@@ -479,7 +478,7 @@ def _add_lies(fires: Callable[[str], bool]) -> None:
             values[2] ^= 1
         await send_tensor(self, values)
 
-    Round._prepare, Stream.send_tensor = prepare_lie, send_or_corrupt
+    Contribution.prepare, Stream.send_tensor = prepare_lie, send_or_corrupt
 
 
 async def throw_garbage(daemon: Any, peer: str, seal: Seal = Seal(b"")) -> list[bytes]:

@@ -49,6 +49,7 @@ class HivemindExchange:
         self._pipe: Connection | None = None
         self._seat: Seat | None = None
         self._sign_of_life = time.monotonic()
+        self._present = False  # the exchange process of now has its place; else rounds would wait for it
         self._reseating = False  # the slot was lost, and the exchange process asks for another
         self._to_take: set[int] = set()  # fragments whose anchor the trainer has to take, because of a new seat
         self._refusal = ""
@@ -117,7 +118,7 @@ class HivemindExchange:
             elif fragment in self._to_take:
                 self._to_take.discard(fragment)
                 self._outcomes[fragment] = self._taken(fragment)
-            elif self._pipe is None:
+            elif not self._present:
                 self._outcomes[fragment] = self._skipped(fragment, "the exchange process is being started again")
             else:
                 self._send(ipc.Launch(fragment, work))
@@ -173,6 +174,7 @@ class HivemindExchange:
                 self._traceback = f"{type(error).__name__}: {error}"
             with self._changed:
                 self._process = self._pipe = None
+                self._present = False
                 if not self._seat and not self._closing:
                     failure = f"the exchange process failed: {self._end_reason}\n{self._traceback}"
                     self._refusal = self._refusal or failure
@@ -226,7 +228,7 @@ class HivemindExchange:
                         self._events.append(ExchangeEvent("rejoined", f"exchange process in slot {message.seat.slot}"))
                     if self._reseating:
                         self._to_take = set(range(len(self._state.fragments)))
-                    self._seat, self._reseating = message.seat, False
+                    self._seat, self._reseating, self._present = message.seat, False, True
                     self._start = replace(self._start, rejoin=message.roster, listen=message.listen)
                 case ipc.Taking():
                     self._sign_of_life = time.monotonic()

@@ -8,37 +8,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Callable, Iterator
 
-from torch import Tensor
-
-from diloco.exchange.base import ExchangeEvent, RoundOutcome, Work
+from diloco.exchange.base import RoundOutcome, Work
 from diloco.exchange.hivemind import offers, voting
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
-from diloco.exchange.hivemind.catch_up import take_over, tip_of, tip_to_adopt
+from diloco.exchange.hivemind.catch_up import take_over
+from diloco.exchange.hivemind.contribution import Contribution
 from diloco.exchange.hivemind.ipc import Committing
-from diloco.exchange.hivemind.messages import (
-    Ack,
-    Ballot,
-    Claim,
-    ContributionHeader,
-    Excluded,
-    LeftOut,
-    Offer,
-    Proposal,
-    StateHeader,
-    Tip,
-)
-from diloco.exchange.hivemind.stream import Stream, Traffic
+from diloco.exchange.hivemind.messages import Ack, Ballot, ContributionHeader, LeftOut, Offer, Proposal, StateHeader, Tip
 from diloco.exchange.hivemind.scatter_reduce import NotFinite, ScatterReduce
+from diloco.exchange.hivemind.standing import DAMAGED, Standing
+from diloco.exchange.hivemind.stream import Stream, Traffic
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings, in_words
 from diloco.outer_state import FragmentState, Ledger
-from diloco.pseudo_gradient import Health, cosine, pseudo_gradient
-from diloco.reduction import chunk_slice, num_chunks
 
 _LAGGARD_SHARE = 0.5  # of the deadline: how long a round waits for a live member that offers nothing
 _PAUSE_SECONDS = 0.2  # between two attempts
 _LOOK_AGAIN_SECONDS = 1.0
-_NOT_FINITE = "own pseudo-gradient is not finite"
-_DAMAGED = "its copy of the agreed state was damaged in memory"
 
 
 class Round:
@@ -55,15 +40,13 @@ class Round:
     def __init__(
         self, around: Surroundings, state: FragmentState, work: Work, keep: Callable[[Attempt], None]
     ) -> None:
-        self._around, self._state, self._work, self._keep = around, state, work, keep
-        self.fragment, self.height, self.lineage = state.index, state.height + 1, bytes.fromhex(state.lineage)
+        self._around, self._state, self._keep = around, state, keep
+        self._contribution = Contribution(state, around.codec, work)
+        self._standing = Standing(around, state, self._contribution)
         self.offering = self.passes = False
         self._attempt: Attempt | None = None
         self._following: Attempt | None = None  # a proposal accepted while the one before it is being settled
         self._last_attempt = 0
-        self._convicted: dict[int, Excluded] = {}
-        self._disagreements = 0
-        self._damaged = False
         self._left_out: RoundOutcome | None = None  # a round that this one went on from
         self._trouble = ""  # what went wrong last
         self._started = time.monotonic()
@@ -71,13 +54,10 @@ class Round:
         self._traffic = Traffic()
         self._seconds: Counter[str] = Counter()
         self._changed = asyncio.Event()
-        self._health = Health(0.0, False)
-        self._encoded: list[Tensor] = []
-        self._cosine = 0.0
 
     async def run(self) -> RoundOutcome:
         """Take part until the round has an outcome: at the latest at the deadline and one settling of votes."""
-        self._health = await asyncio.to_thread(self._prepare)
+        await asyncio.to_thread(self._contribution.prepare)
         self.offering = True
         self._around.membership.publish()
         try:
@@ -97,13 +77,14 @@ class Round:
 
     def offer(self) -> Offer:
         """What the others are told about it."""
+        standing = self._standing
         return Offer(
-            fragment=self.fragment,
-            height=self.height,
-            lineage=self.lineage,
+            fragment=standing.fragment,
+            height=standing.height,
+            lineage=standing.lineage,
             attempt=self._last_attempt,
-            claim=self._claim(),
-            passed=not self._may_count(),
+            claim=standing.claim(),
+            passed=not standing.may_count(),
         )
 
     def notice(self) -> None:
@@ -120,20 +101,11 @@ class Round:
         """Accept a proposal; returns why not, or an empty string."""
         if not self.offering:
             return "nothing is offered to this round now"
-        if (proposal.height, proposal.lineage) != (self.height, self.lineage):
-            return f"this island's next height is {self.height}, on lineage {self.lineage.hex()[:12]}"
         if proposal.attempt <= self._last_attempt:
             return f"attempt {proposal.attempt} is not later than attempt {self._last_attempt}"
         if self._following or (self._attempt and not self._attempt.frozen):
             return f"attempt {self._last_attempt} is still open"
-        if self._claim() not in proposal.claims or not self._may_count():
-            return "this island's claim is not what it offered"
-        roster, ledger = self._around.membership.roster, self._state.ledger
-        for claim in proposal.claims:
-            if objection := offers.claim_objection(claim, roster, ledger):
-                return objection
-        ratio = self._around.max_weight_ratio
-        if objection := offers.proposal_objection(proposal, self._convicted, ledger.typical_norm, ratio):
+        if objection := self._standing.objection(proposal):
             return objection
         self._accept(proposal)
         return ""
@@ -143,10 +115,10 @@ class Round:
     async def _advance(self) -> RoundOutcome | None:
         if self._attempt:
             return await self._try(self._attempt)
-        tip = self._tip_to_adopt()
+        tip = self._standing.tip_to_adopt()
         if tip:
             return await self._catch_up(tip)
-        selection = self._to_propose()
+        selection = self._standing.to_propose(self._is_patient())
         if selection and await self._may_go_without_others(selection):
             return self._propose(selection)
         reason = self._reason_to_stop()
@@ -160,37 +132,8 @@ class Round:
         except TimeoutError:
             pass
 
-    def _offers(self) -> dict[int, Offer | None]:
-        """The other members' offers to this round; None of one for which the round waits."""
-        found: dict[int, Offer | None] = {}
-        for member in self._around.membership.live():
-            offer = offers.matching(member.offers, self.fragment, self.height, self.lineage)
-            if offer or member.awaited:
-                found[member.slot] = offer
-        return found
-
-    def _candidates(self) -> list[Claim]:
-        """Whose contributions may count: of islands that have their slot, on sequences that were not counted before."""
-        roster, ledger = self._around.membership.roster, self._state.ledger
-        claims = [offer.claim for offer in self._offers().values() if offer and not offer.passed]
-        sound = [claim for claim in claims if not offers.claim_objection(claim, roster, ledger)]
-        return [self._claim(), *sound] if self._may_count() else sound
-
-    def _tip_to_adopt(self) -> Tip | None:
-        live = self._around.membership.live()
-        tips = {member.slot: tip for member in live if (tip := member.tips.get(self.fragment))}
-        return tip_to_adopt(None if self._damaged else tip_of(self._state), tips)
-
-    def _to_propose(self) -> offers.Selection | None:
-        """What this island has to propose now, if it is the one to do so: the first of those who take part."""
-        patient = time.monotonic() < self._started + _LAGGARD_SHARE * self._around.round_deadline
-        if patient and not all(self._offers().values()):
-            return None
-        typical = self._state.ledger.typical_norm
-        selection = offers.select(self._candidates(), self._convicted, typical, self._around.max_weight_ratio)
-        if selection is None or selection.claims[0].slot != self._around.membership.slot:
-            return None
-        return selection if len(selection.claims) >= self._around.min_islands else None
+    def _is_patient(self) -> bool:
+        return time.monotonic() < self._started + _LAGGARD_SHARE * self._around.round_deadline
 
     async def _may_go_without_others(self, selection: offers.Selection) -> bool:
         """Ask the live members that the proposal would not name where they stand, and see whether it is still right.
@@ -202,43 +145,33 @@ class Round:
         unnamed = [member for member in self._around.membership.live() if member.slot not in named]
         answers = await asyncio.gather(*(self._around.membership.exchange_status(member) for member in unnamed))
         known = all(answer or not member.awaited for answer, member in zip(answers, unnamed, strict=True))
-        return known and not self._attempt and not self._tip_to_adopt() and self._to_propose() == selection
+        standing, patient = self._standing, self._is_patient()
+        return known and not self._attempt and not standing.tip_to_adopt() and standing.to_propose(patient) == selection
 
     def _reason_to_stop(self) -> str:
-        standing = self._offers()
-        if not self._may_count() and all(offer and offer.passed for offer in standing.values()):
-            return self._why_not()
-        if len(standing) + 1 < self._around.min_islands:
-            reason = f"{len(standing) + 1} islands are there and exchange.min_islands={self._around.min_islands}"
+        standing, found = self._standing, self._standing.offered()
+        if not standing.may_count() and all(offer and offer.passed for offer in found.values()):
+            return standing.why_not()
+        if len(found) + 1 < self._around.min_islands:
+            reason = f"{len(found) + 1} islands are there and exchange.min_islands={self._around.min_islands}"
             return f"{reason}; {self._trouble}" if self._trouble else reason
         if time.monotonic() < self._deadline:
             return ""
-        silent = [slot for slot, offer in standing.items() if not offer]
+        silent = [slot for slot, offer in found.items() if not offer]
         waited = f"islands {silent} offered nothing within {self._around.round_deadline:g} s"
-        return self._trouble or (waited if self._may_count() else self._why_not())
-
-    def _may_count(self) -> bool:
-        """Whether this island's own contribution may count at all."""
-        return self._health.finite and not self._damaged and not self._why_not()
-
-    def _why_not(self) -> str:
-        if not self._health.finite:
-            return _NOT_FINITE
-        membership = self._around.membership
-        if membership.slot in self._convicted:
-            return offers.rules_in_words([self._convicted[membership.slot]])[0]
-        return offers.claim_objection(self._claim(), membership.roster, self._state.ledger)
+        return self._trouble or (waited if standing.may_count() else standing.why_not())
 
     # -- one attempt ---------------------------------------------------------------------------------------------------
 
     def _propose(self, selection: offers.Selection) -> None:
-        known = [offer.attempt for offer in self._offers().values() if offer]
+        standing = self._standing
+        known = [offer.attempt for offer in standing.offered().values() if offer]
         proposal = Proposal(
             run=self._around.run,
-            fragment=self.fragment,
-            height=self.height,
+            fragment=standing.fragment,
+            height=standing.height,
             attempt=max([self._last_attempt, *known]) + 1,
-            lineage=self.lineage,
+            lineage=standing.lineage,
             claims=selection.claims,
             weights=selection.weights,
             excluded=selection.excluded,
@@ -256,11 +189,11 @@ class Round:
         self._last_attempt = proposal.attempt
         transfer = ScatterReduce(
             self._around.codec,
-            self._encoded,
+            self._contribution.encoded,
             self._state.numel,
             self._state.dtype,
             proposal.weights,
-            proposal.claims.index(self._claim()),
+            proposal.claims.index(self._standing.claim()),
             self._traffic,
             lambda position: self._around.network.lanes(proposal.claims[position].peer),
             lambda position, lane, lanes: self._open_stream(proposal, position, lane, lanes),
@@ -298,7 +231,7 @@ class Round:
         if settled == "in_doubt":  # going on without them would fork, if they committed it
             attempt.transfer, self._attempt = None, None
             return self._skipped(f"in doubt whether the others committed it: {failure.reason}")
-        failure = await self._learn_from(attempt, failure)
+        failure = await self._standing.learn_from(attempt, failure)
         attempt.transfer = None
         self._trouble = failure.reason
         self._attempt, self._following = self._following, None
@@ -309,32 +242,6 @@ class Round:
         self.notice()
         return None
 
-    async def _learn_from(self, attempt: Attempt, failure: AttemptFailed) -> AttemptFailed:
-        """What a vote that did not lead to a commit tells about the members, for the next attempt."""
-        ballots = attempt.hearsay | attempt.ballots
-        if len(ballots) < len(attempt.members):
-            return failure
-        if objection := attempt.objection(ballots.values()):
-            self._convict([objection])
-        elif not attempt.unanimous(ballots.values()):
-            self._disagreements += 1
-            if not await asyncio.to_thread(self._state.is_intact):
-                self._damaged, self._convicted = True, {}
-                self._around.report(ExchangeEvent("damaged", f"fragment {self.fragment}: {_DAMAGED}; taking it over again"))
-            elif self._disagreements > 1:
-                odd = offers.odd_ones(attempt.proposal, ballots)
-                self._convict(odd)
-                return failure if odd else AttemptFailed(failure.reason, final=True)
-        return failure
-
-    def _convict(self, found: list[Excluded]) -> None:
-        self._convicted |= {each.claim.slot: each for each in found}
-        self._tell_excluded(found)
-
-    def _tell_excluded(self, excluded: list[Excluded]) -> None:
-        for told in offers.rules_in_words(excluded):
-            self._around.report(ExchangeEvent("excluded", told))
-
     async def _transfer_and_vote(self, attempt: Attempt) -> None:
         """Up to where nothing but the swap is missing. What runs in a thread is waited for, never abandoned."""
         overdue = asyncio.get_running_loop().call_later(
@@ -344,11 +251,10 @@ class Round:
         )
         try:
             mean = await attempt.unless_failed(attempt.transfer.run())
-            digest = await asyncio.to_thread(self._stage, attempt.proposal, mean)
+            counted = offers.counted(attempt.proposal.claims)
+            digest = await asyncio.to_thread(self._contribution.stage, mean, counted)
             mean_square, evidence = attempt.transfer.evidence()
-            ballot = Ballot(
-                slot=attempt.slot, digest=bytes.fromhex(digest), mean_square=mean_square, evidence=evidence
-            )
+            ballot = Ballot(slot=attempt.slot, digest=digest, mean_square=mean_square, evidence=evidence)
             await attempt.unless_failed(voting.cast_vote(self._around, attempt, ballot))
         finally:
             overdue.cancel()
@@ -358,11 +264,11 @@ class Round:
     def _commit(self, attempt: Attempt) -> RoundOutcome:
         """Nothing in here waits, so no message can come between the decision and the swap."""
         attempt.committed, attempt.transfer, self._attempt = True, None, None
-        proposal = attempt.proposal
-        self._tell_excluded([each for each in proposal.excluded if each.claim.slot not in self._convicted])
+        proposal, standing = attempt.proposal, self._standing
+        standing.tell_excluded([each for each in proposal.excluded if each.claim.slot not in standing.convicted])
         excluded = tuple(LeftOut(slot=each.claim.slot, rule=each.rule) for each in proposal.excluded)
         last = LastRound(attempt.members, proposal.weights, excluded)
-        return self._swap("committed", last, cosine=self._cosine)
+        return self._swap("committed", last, cosine=self._contribution.cosine)
 
     async def _catch_up(self, tip: Tip) -> RoundOutcome | None:
         with self._timed("recovering"):
@@ -377,43 +283,47 @@ class Round:
         last = LastRound(taken.members, taken.weights, taken.excluded)
         if self._was_counted(taken):
             return self._swap("committed", last)
-        slot = self._around.membership.slot
-        rules = [each.rule for each in taken.excluded if each.slot == slot]
-        rules += [self._convicted[slot].rule] if slot in self._convicted else []
-        why = _DAMAGED if self._damaged else f"by the rule {rules[0]!r}" if rules else self._trouble or self._why_not()
-        reason = f"the others committed height {tip.height} without this island" + (f": {why}" if why else "")
-        if not rules and self._may_go_on(offers.ledger_of(taken)):
+        rules, reason = self._why_left_out(tip, last)
+        if not rules and self._may_go_on(taken):
             # What it offers is the same to the anchor that it took over: it moves there with this island's work on top. If
             # this process dies now, the trainer can only take the anchor.
             self._left_out = self._swap("left_out", last, reason=reason, rejected=True)
-            self._roll_over()
+            self._go_on()
             return None
-        rejected = bool(rules) or self._damaged or bool(self._left_out)
+        rejected = bool(rules) or self._standing.damaged or self._left_out is not None
         outcome = self._swap("left_out", last, reason=reason, rejected=rejected)
-        self.passes = self._others_wait(outcome.height + 1, bytes.fromhex(self._state.lineage))
+        self.passes = self._standing.others_wait(outcome.height + 1, bytes.fromhex(self._state.lineage))
         return outcome
-
-    def _may_go_on(self, ledger: Ledger) -> bool:
-        """Whether others wait in the round after the one that was taken over, and this island's work may count there."""
-        if not self._around.carry or not self._may_count() or self._work.start < ledger.positions[self._claim().slot]:
-            return False
-        staged = self._state.staged
-        return self._others_wait(staged.height + 1, bytes.fromhex(staged.lineage))
-
-    def _others_wait(self, height: int, lineage: bytes) -> bool:
-        live = self._around.membership.live()
-        return any(offers.matching(member.offers, self.fragment, height, lineage) for member in live)
-
-    def _roll_over(self) -> None:
-        self.height, self.lineage = self._state.height + 1, bytes.fromhex(self._state.lineage)
-        self._last_attempt, self._convicted, self._disagreements, self._trouble = 0, {}, 0, ""
-        self._around.membership.publish()
-        self.notice()
 
     def _was_counted(self, taken: StateHeader) -> bool:
         """Whether the state taken over holds this island's contribution: it voted, and did not hear what came of it."""
-        ledger = offers.ledger_of(taken)
-        return not self._damaged and ledger.positions[self._around.membership.slot] == self._work.position
+        counted = offers.ledger_of(taken).positions[self._around.membership.slot]
+        return not self._standing.damaged and counted == self._contribution.work.position
+
+    def _why_left_out(self, tip: Tip, last: LastRound) -> tuple[list[str], str]:
+        """The rules by which, if any, and the reason in words."""
+        standing, slot = self._standing, self._around.membership.slot
+        rules = [each.rule for each in last.excluded if each.slot == slot]
+        rules += [standing.convicted[slot].rule] if slot in standing.convicted else []
+        why = self._trouble or standing.why_not()
+        if standing.damaged:
+            why = DAMAGED
+        elif rules:
+            why = f"by the rule {rules[0]!r}"
+        return rules, f"the others committed height {tip.height} without this island" + (f": {why}" if why else "")
+
+    def _may_go_on(self, taken: StateHeader) -> bool:
+        """Whether others wait in the round after the one that was taken over, and this island's work may count there."""
+        standing, staged = self._standing, self._state.staged
+        counted = offers.ledger_of(taken).positions[self._around.membership.slot]
+        fits = self._around.carry and standing.may_count() and self._contribution.work.start >= counted
+        return fits and standing.others_wait(staged.height + 1, bytes.fromhex(staged.lineage))
+
+    def _go_on(self) -> None:
+        self._standing.begin()
+        self._last_attempt, self._trouble = 0, ""
+        self._around.membership.publish()
+        self.notice()
 
     def _swap(self, kind: str, last: LastRound, **details: object) -> RoundOutcome:
         staged = self._state.staged
@@ -428,7 +338,7 @@ class Round:
         )
         self._around.report(Committing(outcome))
         self._state.commit()
-        self._around.last_round[self.fragment] = last
+        self._around.last_round[self._state.index] = last
         self._around.membership.publish()
         return outcome
 
@@ -442,12 +352,12 @@ class Round:
         transfer, recovering = self._seconds["transfer"], self._seconds["recovering"]
         return RoundOutcome(
             kind,
-            self.fragment,
+            self._state.index,
             height,
             bytes_sent=self._traffic.sent,
             bytes_received=self._traffic.received,
             exchange_seconds=seconds,
-            pseudo_gradient_norm=self._health.norm,
+            pseudo_gradient_norm=self._contribution.health.norm,
             position=ledger.positions[self._around.membership.slot],
             step=self._around.step(ledger) if kind == "left_out" else ledger.step,
             tokens=ledger.tokens,
@@ -464,30 +374,3 @@ class Round:
             yield
         finally:
             self._seconds[what] += time.monotonic() - started
-
-    # -- work for a thread ---------------------------------------------------------------------------------------------
-
-    def _prepare(self) -> Health:
-        state = self._state
-        health = pseudo_gradient(state.anchor, state.local, out=state.local)
-        if health.finite:
-            pieces = (chunk_slice(state.numel, chunk) for chunk in range(num_chunks(state.numel)))
-            self._encoded = [self._around.codec.encode(state.local[piece]) for piece in pieces]
-        return health
-
-    def _stage(self, proposal: Proposal, mean: Tensor) -> str:
-        self._cosine = cosine(self._state.local, mean)
-        return self._state.stage(mean, offers.counted(proposal.claims))
-
-    def _claim(self) -> Claim:
-        own, work = self._around.membership.own, self._work
-        return Claim(
-            slot=own.slot,
-            epoch=own.epoch,
-            peer=own.peer,
-            tokens=work.tokens,
-            start=work.start,
-            position=work.position,
-            step=work.step,
-            norm=self._health.norm if self._health.finite else 0.0,
-        )
