@@ -16,12 +16,25 @@ _FROM_BEGIN = ("restart", "nan", "kill exchange", "kill daemon")
 _FROM_END = ("freeze", "cut", "slow")
 
 
-def steps_lost(lives: Lives) -> int:
-    """Inner steps that are missing between the first and the last of a life, or were done twice in it."""
+_OWN_FAULT_SECONDS = 60.0  # work that an island drops within so long of being the victim was lost by that
+
+
+def steps_lost(islands: Sequence[Lives], strikes: Sequence[Strike]) -> int:
+    """Inner steps of islands that were not the victim then: missing among the rows, done twice, or dropped from the model.
+
+    Told by the data, of which every step takes a batch: a step's number may jump, to where the swarm is.
+    """
     lost = 0
-    for life in lives:
-        steps = [row["step"] for row in life.of_kind("step")]
-        lost += sum(abs(after - before - 1) for before, after in zip(steps, steps[1:]))
+    for slot, lives in enumerate(islands):
+        own = [strike.began for strike in strikes if slot in strike.fault.islands and strike.began]
+        for life in lives:
+            rows = life.of_kind("step")
+            taken = [after["position"] - before["position"] for before, after in zip(rows, rows[1:])]
+            batch = min((count for count in taken if count > 0), default=1)
+            lost += sum(abs(count // batch - 1) for count in taken)
+            for row in life.of_kind("event"):
+                if row["what"] == "dropped" and not any(0 <= row["time"] - began < _OWN_FAULT_SECONDS for began in own):
+                    lost += int(row["detail"].split()[0]) // batch
     return lost
 
 

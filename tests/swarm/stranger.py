@@ -6,13 +6,13 @@
 import multiprocessing
 import sys
 
-from harness import _stranger_main
+from harness import _stranger_main, _throw_garbage_at
 
 
 def main() -> None:
     """Say how many answers came back."""
     ours, theirs = multiprocessing.Pipe()
-    _stranger_main(theirs, sys.argv[1])
+    _stranger_main(theirs, sys.argv[1], _throw_garbage_at)
     print(f"{len(ours.recv())} pieces of garbage were answered")
 
 

@@ -39,7 +39,7 @@ def life(*rows: dict[str, Any], ended: float) -> Life:
 
 
 def step(number: int, time: float, stall: float = 0.0) -> dict[str, Any]:
-    return {"kind": "step", "step": number, "time": time, "stall_seconds": stall, "step_seconds": 1.0}
+    return {"kind": "step", "step": number, "position": 4 * number, "time": time, "stall_seconds": stall, "step_seconds": 1.0}
 
 
 def committed(number: int, time: float, members: list[int], digest: str = "a") -> dict[str, Any]:
@@ -47,10 +47,15 @@ def committed(number: int, time: float, members: list[int], digest: str = "a") -
     return {**row, "members": members, "digest": digest, "outcome": "committed"}
 
 
-def test_steps_that_are_missing_or_done_twice_are_lost_but_a_new_life_starts_afresh() -> None:
-    assert measures.steps_lost([life(step(1, 1), step(2, 2), ended=2), life(step(9, 9), step(10, 10), ended=10)]) == 0
-    assert measures.steps_lost([life(step(1, 1), step(4, 4), ended=4)]) == 2
-    assert measures.steps_lost([life(step(1, 1), step(2, 2), step(2, 3), ended=3)]) == 1
+def test_steps_that_are_missing_done_twice_or_dropped_are_lost_but_not_by_the_victim() -> None:
+    drop = {"kind": "event", "what": "dropped", "time": 3.0, "detail": "12 sequences: why"}
+    assert measures.steps_lost([[life(step(1, 1), step(2, 2), ended=2), life(step(9, 9), step(10, 10), ended=10)]], []) == 0
+    assert measures.steps_lost([[life(step(1, 1), step(2, 2), step(5, 4), ended=4)]], []) == 2
+    assert measures.steps_lost([[life(step(1, 1), step(2, 2), step(2, 3), ended=3)]], []) == 1
+    dropped = life(step(1, 1), step(2, 2), drop, ended=3)
+    assert measures.steps_lost([[dropped]], []) == 3
+    assert measures.steps_lost([[dropped]], [Strike(parse_fault("nan 0 @ 1s"), began=1.0, proof="seen")]) == 0
+    assert measures.steps_lost([[dropped]], [Strike(parse_fault("nan 1 @ 1s"), began=1.0, proof="seen")]) == 3
 
 
 def test_throughput_counts_waiting_and_not_the_time_in_which_the_island_could_not_train() -> None:

@@ -24,7 +24,7 @@ class Member:
     """Another island, as this one sees it.
 
     Attributes:
-        alive: something came from it within ``peer_timeout``, it can be reached, and it did not leave.
+        alive: something came from it within ``peer_timeout``, it can be reached, and it did not leave; else it is ``gone``.
         left: it said that it leaves.
         away: it was started again, and was not let in yet.
         status: the last one that came; None before the first.
@@ -46,6 +46,7 @@ class Member:
     offers: dict[int, Offer] = field(default_factory=dict)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     acquainted: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
     def forget(self) -> None:
@@ -136,6 +137,7 @@ class Membership:
         member.heard = time.monotonic()
         if not member.alive and not member.left:
             member.alive = True
+            member.gone.clear()
             self._tell(ExchangeEvent("back", f"island {member.slot} is there again"))
             self.on_change()
 
@@ -145,6 +147,7 @@ class Membership:
         if not member.alive:
             return
         member.alive = False
+        member.gone.set()
         member.offers = {}
         self._tell(ExchangeEvent(what, f"island {member.slot} {reason}"))
         self.on_lost(member, reason)

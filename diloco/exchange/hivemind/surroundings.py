@@ -1,5 +1,6 @@
 """What every round of an island uses."""
 
+import asyncio
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Callable, Coroutine
@@ -52,16 +53,25 @@ class Surroundings:
         return max(ledger.step, int(median(steps)) if steps else 0)
 
     async def call(self, slot: int, request: Request, timeout: float) -> Reply | str:
-        """A member's reply, or in words why there is none; one where nothing listens any more is counted as gone."""
+        """A member's reply, or in words why there is none; one where nothing listens any more is counted as gone.
+
+        Nobody waits for the answer of one that is counted as gone meanwhile.
+        """
         member = self.membership.members.get(slot)
         if member is None:
             return "it is no member any more"
+        call = asyncio.ensure_future(self.network.call(member.peer, request, timeout))
+        gone = asyncio.ensure_future(member.gone.wait())
         try:
-            return await self.network.call(member.peer, request, timeout)
+            await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return call.result() if call.done() else "it is gone"
         except Unreachable as error:
             if error.gone:
                 self.membership.lost(member, f"can't be reached: {error}")
             return str(error)
+        finally:
+            call.cancel()
+            gone.cancel()
 
 
 def in_words(reply: Reply | str) -> str:
