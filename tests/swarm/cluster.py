@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import faulty_island
-from harness import is_gone
+from harness import free_port, is_gone
 from island_process import MARK, IslandProcess, marked
 from wan import WanLink
 
@@ -146,7 +145,7 @@ class Cluster:
 
     def _make_address(self, slot: int) -> str:
         peer = make_identity(self.folder / f"identity-{slot}")
-        host, port = (WanLink.address(slot), _PORT) if self.link else ("127.0.0.1", _free_port())
+        host, port = (WanLink.address(slot), _PORT) if self.link else ("127.0.0.1", free_port())
         return f"/ip4/{host}/tcp/{port}/p2p/{peer}"
 
     def _make_island(self, slot: int, settings: Sequence[str], ranks: int, step_seconds: float) -> IslandProcess:
@@ -176,9 +175,3 @@ class Cluster:
             f"{len(island.rows('step'))} steps, height {island.height()}"
             for island in self.islands
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

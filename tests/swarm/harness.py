@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import socket
 import sys
 import time
 from contextlib import contextmanager
@@ -300,6 +301,13 @@ def eventually(condition: Callable[[], Any], what: Callable[[], str] | None = No
         assert time.monotonic() < deadline, what() if what else f"still not so after {timeout:g} s"
         time.sleep(0.05)
     return value
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def children(pid: int) -> list[int]:

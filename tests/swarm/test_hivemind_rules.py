@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.codecs.none import NoCodec
 from diloco.config import RunConfig
 from diloco.exchange.base import RoundOutcome, Work
-from diloco.exchange.hivemind import messages
+from diloco.exchange.hivemind import messages, voting
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.catch_up import tip_to_adopt
 from diloco.exchange.hivemind.door import Door
@@ -201,6 +201,60 @@ class TestAttempt:
                 await attempt.unless_failed(asyncio.sleep(0))
 
         self.run(check)
+
+
+class TestSettle:
+    """What an attempt counts as, by the votes that those who can be reached know of."""
+
+    def settled(self, own: list[Ballot], replies: dict[int, messages.Settled]) -> str:
+        """Of four islands, seen from island 0; those without a reply can't be reached."""
+
+        async def run() -> str:
+            attempt = Attempt(proposal(4), (0, 1, 2, 3), 0)
+            for each in own:
+                attempt.vote(each)
+            return await voting.settle(Asked(replies), attempt, AttemptFailed("cut"))
+
+        return asyncio.run(run())
+
+    def answer(self, *slots: int, committed: bool = False) -> messages.Settled:
+        return messages.Settled(committed=committed, ballots=tuple(ballot(slot) for slot in slots))
+
+    def test_not_without_its_own_vote(self) -> None:
+        assert self.settled([ballot(1)], {}) == "given_up"
+
+    def test_what_another_has_committed(self) -> None:
+        assert self.settled([ballot(0)], {1: self.answer(0, 1, 2, 3, committed=True)}) == "committed"
+
+    def test_votes_that_are_complete_between_them(self) -> None:
+        assert self.settled([ballot(0), ballot(1)], {1: self.answer(0, 1, 2), 2: self.answer(2, 3)}) == "committed"
+        assert self.settled([ballot(0), ballot(1)], {1: self.answer(1, 2), 2: self.answer(2), 3: self.answer(3)}) == "committed"
+
+    def test_one_that_is_gone_can_not_have_committed_alone(self) -> None:
+        """Its vote is missing with one who answers, so that one has not acknowledged it."""
+        answers = {1: self.answer(0, 1, 2), 2: self.answer(0, 1, 2)}
+        assert self.settled([ballot(0), ballot(1)], answers) == "given_up"
+
+    def test_two_that_are_gone_may_have(self) -> None:
+        """Island 2 has this island's acknowledgement, and may have all votes; that of island 3 is not known here."""
+        assert self.settled([ballot(0), ballot(1), ballot(2)], {1: self.answer(0, 1, 2)}) == "in_doubt"
+        assert self.settled([ballot(0), ballot(1), ballot(2)], {1: self.answer(0, 1)}) == "given_up"
+
+
+class Asked:
+    """Surroundings in which some islands answer."""
+
+    def __init__(self, replies: dict[int, messages.Settled]) -> None:
+        self._replies = replies
+        self.membership = self
+
+    def live(self) -> list[Entry]:
+        """Those who answer."""
+        return [entry(slot) for slot in self._replies]
+
+    async def call(self, slot: int, request: messages.Settle, timeout: float) -> messages.Settled:
+        """The answer."""
+        return self._replies[slot]
 
 
 class TestTipToAdopt:

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import pytest
-from harness import Island, Swarm, assert_same, eventually, is_gone, running, settings
+from harness import Island, Swarm, assert_same, eventually, free_port, is_gone, running, settings
 
+from diloco.launch import make_identity
 from diloco.reduction import CHUNK
 
 SIZES = [CHUNK + 77, 5]
@@ -131,3 +132,24 @@ def test_a_donor_that_dies_half_way_is_followed_by_another(swarm: Swarm, place: 
     survivors = [index for index, island in enumerate(swarm.islands) if island is not hung[0]]
     assert_same(swarm, survivors)
     commit(swarm, 90, only=survivors)
+
+
+def test_islands_that_start_at_the_same_moment_with_the_same_list_are_one_swarm(tmp_path: Path) -> None:
+    """Nobody is told who is the first: all have the same list of addresses, and the first in it gives out the slots."""
+    islands, addresses = 4, []
+    ports = [free_port() for _ in range(islands)]
+    for number, port in enumerate(ports):
+        peer = make_identity(tmp_path / f"{number}.key")
+        addresses.append(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}")
+
+    def island(number: int) -> Island:
+        own = {"listen": f"127.0.0.1:{ports[number]}", "identity_file": str(tmp_path / f"{number}.key")}
+        keys = {"islands": islands, "initial_peers": addresses, **own}
+        return Island(tmp_path / str(number), settings(swarm=keys), SIZES)
+
+    with running(island(number) for number in range(islands)) as started:
+        for each in started:
+            each.ask("join")
+        assert sorted(each.answer().slot for each in started) == [0, 1, 2, 3]
+        outcomes = commit(Swarm(started), 10, fragments=(1,))
+        assert outcomes[0].members == (0, 1, 2, 3)
