@@ -292,10 +292,13 @@ class Ballot(_Message):
 
 
 class Settled(_Message):
-    """Answer to a settle: whether this member committed, and the votes that it had received until then."""
+    """Answer to a settle: whether this member committed, or has found that nobody may any more; and the votes that it had
+    received until it stopped to take them.
+    """
 
     kind: Literal["settled"] = "settled"
     committed: bool
+    given_up: bool = False
     ballots: Annotated[tuple[Ballot, ...], Field(max_length=MAX_MEMBERS)]
 
 
