@@ -5,16 +5,25 @@ import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Iterator
 
 import pytest
+import torch
 from harness import Island, Swarm, assert_same, eventually, running, settings, status
 
-from test_hivemind_rules import Asked, ballot, proposal
+from test_hivemind_rules import Asked, ballot, entry, proposal
 
-from diloco.exchange.hivemind import voting
+from diloco.config import RunConfig
+from diloco.exchange.base import RoundOutcome, Seat, Work
+from diloco.exchange.hivemind import ipc, voting
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
+from diloco.exchange.hivemind.client import HivemindExchange
 from diloco.exchange.hivemind.messages import Settled, Vote
+from diloco.exchange.hivemind.roster import Roster
+from diloco.outer_state import LATE, Ledger, OuterState
 from diloco.reduction import CHUNK
+from islands import plugins
+from islands.config_file import parse_config
 
 SIZES = [CHUNK + 77]
 
@@ -98,3 +107,76 @@ class TestVerdict:
 
         asyncio.run(run())
         assert sent == []
+
+
+class TestTrainersEnd:
+    """The client, without a process behind it."""
+
+    @pytest.fixture
+    def client(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[HivemindExchange]:
+        """With two fragments, in its place."""
+        monkeypatch.setattr(HivemindExchange, "_keep", lambda self: None)
+        config = parse_config(RunConfig, settings())
+        state = OuterState([4, 4], plugins.build("diloco.outer_optimizers", config.outer.optimizer), max_slots=4)
+        for fragment in state.fragments:
+            fragment.initialize()
+        client = HivemindExchange(config, state, "schema")
+        client._pipe = SimpleNamespace(send=lambda message: None)
+        client._receive(joined(0))
+        yield client
+        client.close()
+
+    def outcome(self, client: HivemindExchange, kind: str) -> RoundOutcome:
+        """Of the state that is staged."""
+        staged = client._state.fragments[0].staged
+        return RoundOutcome(kind, 0, staged.height, digest=staged.digest, rejected=kind == "left_out")
+
+    def test_a_swap_to_a_lineage_that_is_no_higher_is_a_swap(self, client: HivemindExchange) -> None:
+        """A fork that has more tokens may have less height; then the process dies."""
+        state = client._state.fragments[0]
+        state.stage(torch.ones(4))
+        state.commit()
+        client.launch(0, WORK)
+        state.staged_tensors()[0].fill_(7.0)
+        state.seal_received(1, "ab" * 32, Ledger((0,) * 4, tokens=9))
+        client._receive(ipc.Committing(self.outcome(client, "left_out")))
+        state.commit()
+        client._end_launched()
+        assert client.outcome(0).kind == "left_out"
+
+    def test_a_swap_that_was_announced_and_did_not_happen_does_not_count(self, client: HivemindExchange) -> None:
+        """It took over a state, went on to the next round, and died before it could swap that in."""
+        state = client._state.fragments[0]
+        client.launch(0, WORK)
+        for kind in ("left_out", "committed"):
+            state.stage(torch.ones(4))
+            client._receive(ipc.Committing(self.outcome(client, kind)))
+            if kind == "left_out":
+                state.commit()
+        client._end_launched()
+        assert client.outcome(0).kind == "left_out"
+
+    def test_nobody_calls_while_there_is_no_process(self, client: HivemindExchange) -> None:
+        """Otherwise a step would launch a round that is skipped at once, again and again."""
+        client._state.called.fill_(LATE)
+        assert client.is_late(0) and client.called(1)
+        client._present = False
+        assert not client.is_late(0) and not client.called(1)
+
+    def test_a_new_seat_is_taken_once_and_soon(self, client: HivemindExchange) -> None:
+        """The trainer takes all anchors with the first outcome that has it; what it does from then on is work in the new slot."""
+        client._receive(ipc.SeatLost("gone"))
+        client._receive(joined(2))
+        assert client.is_late(0) and client.is_late(1)
+        client.launch(0, WORK)
+        assert client.outcome(0).seat.slot == 2
+        assert not client.is_late(1)
+        client.launch(1, WORK)
+        assert 1 not in client._outcomes, "it went to the exchange process"
+
+
+WORK = Work(100, 0, 10, 5)
+
+
+def joined(slot: int) -> ipc.Joined:
+    return ipc.Joined(Seat(slot), Roster.first([entry(slot)]), "127.0.0.1:0")
