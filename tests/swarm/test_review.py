@@ -14,11 +14,14 @@ from harness import Island, Swarm, assert_same, eventually, running, settings, s
 from test_hivemind_rules import Asked, ballot, entry, proposal
 
 from diloco.config import RunConfig
+from diloco.contributions import Measured, understated
 from diloco.exchange.base import RoundOutcome, Seat, Work
 from diloco.exchange.hivemind import ipc, voting
+from diloco.exchange.hivemind.address_book import AddressBook
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.client import HivemindExchange
-from diloco.exchange.hivemind.messages import Settled, Vote
+from diloco.exchange.hivemind.membership import Membership
+from diloco.exchange.hivemind.messages import NotAMember, Settled, Vote
 from diloco.exchange.hivemind.roster import Roster
 from diloco.outer_state import LATE, Ledger, OuterState
 from diloco.reduction import CHUNK
@@ -180,3 +183,39 @@ WORK = Work(100, 0, 10, 5)
 
 def joined(slot: int) -> ipc.Joined:
     return ipc.Joined(Seat(slot), Roster.first([entry(slot)]), "127.0.0.1:0")
+
+
+def test_an_island_has_one_slot() -> None:
+    """Asked for by its old entry as well, it would refuse its own second vote: no slot could be granted any more."""
+    grown = Roster.first([entry(0), entry(1)]).after(entry(3, "peer1", since=1))
+    assert [(each.slot, each.peer) for each in grown.entries] == [(0, "peer0"), (3, "peer1")]
+
+
+def test_a_run_that_has_granted_nothing_has_taken_no_seat() -> None:
+    """The first island, started again and alone (islands: 1), is asked by the others of the run that goes on."""
+
+    async def run(reply: NotAMember) -> bool:
+        class Network:
+            def know(self, *arguments: object) -> None:
+                """Nothing."""
+
+            async def call(self, *arguments: object) -> NotAMember:
+                """The answer of another run."""
+                return reply
+
+        membership = Membership(Network(), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, lambda event: None)
+        membership.make_status = lambda sequence, incarnation: None
+        await membership.exchange_status(membership.members[0])
+        return membership._lost_seat.done() and bool(membership._lost_seat.exception())
+
+    assert not asyncio.run(run(NotAMember(roster_height=0, roster_lineage=bytes(32))))
+    assert asyncio.run(run(NotAMember(roster_height=1, roster_lineage=bytes(32))))
+
+
+def test_the_address_book_may_lie_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """As an identity that is mounted read-only does: it is a shortcut, and no reason to end the exchange process."""
+    AddressBook(str(tmp_path / "missing" / "key"), "test").write(["/ip4/10.0.0.1/tcp/1/p2p/x"])
+
+
+def test_a_claim_beyond_all_bounds_raises_nothing() -> None:
+    assert understated([1e200], [Measured(1.0, 1.0)]) is None
