@@ -11,8 +11,9 @@ import pytest
 import torch
 from harness import Island, Swarm, assert_same, eventually, running, settings, status
 
-from test_hivemind_rules import Asked, ballot, entry, proposal
+from test_hivemind_rules import Asked, TestRound as RoundTests, ballot, claim, entry, proposal
 
+from diloco.codecs.none import NoCodec
 from diloco.config import RunConfig
 from diloco.contributions import Measured, understated
 from diloco.exchange.base import RoundOutcome, Seat, Work
@@ -23,6 +24,8 @@ from diloco.exchange.hivemind.client import HivemindExchange
 from diloco.exchange.hivemind.membership import Membership
 from diloco.exchange.hivemind.messages import NotAMember, Settled, Vote
 from diloco.exchange.hivemind.roster import Roster
+from diloco.exchange.hivemind.round import Round
+from diloco.exchange.hivemind.surroundings import Surroundings
 from diloco.outer_state import LATE, Ledger, OuterState
 from diloco.reduction import CHUNK
 from islands import plugins
@@ -219,3 +222,28 @@ def test_the_address_book_may_lie_where_nothing_can_be_written(tmp_path: Path) -
 
 def test_a_claim_beyond_all_bounds_raises_nothing() -> None:
     assert understated([1e200], [Measured(1.0, 1.0)]) is None
+
+
+def test_an_attempt_on_the_old_state_ends_when_another_is_taken_over() -> None:
+    """Accepted while the state was on its way: its result would be staged on top of the new state, and disagree with all."""
+
+    async def run() -> None:
+        config = parse_config(RunConfig, settings())
+        state = OuterState([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer))
+        state.fragments[0].initialize()
+        membership = Membership(RoundTests.Network(None), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, print)
+        membership.make_status = lambda sequence, incarnation: None
+        around = Surroundings(
+            "test", membership._network, membership, NoCodec(), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
+        )
+        current = Round(around, state.fragments[0], WORK, keep=lambda attempt: None)
+        current._contribution.prepare()
+        current.offering = True
+        claims = (claim(0), current._standing.claim())
+        old = proposal(2).model_copy(update={"claims": claims, "lineage": current._standing.lineage})
+        assert current.consider(old) == ""
+        current._go_on()
+        assert current._attempt is None
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())

@@ -69,11 +69,7 @@ class Round:
                 await self._wait_for_change()
         finally:
             self.offering = False
-            over = AttemptFailed("this island's round is over")
-            for attempt in (self._attempt, self._following):
-                if attempt and not attempt.committed:
-                    attempt.fail(over.reason)
-                    self._around.background(voting.settle(self._around, attempt, over))
+            self._give_up_open("this island's round is over")
 
     def offer(self) -> Offer:
         """What the others are told about it."""
@@ -320,10 +316,20 @@ class Round:
         return fits and standing.others_wait(staged.height + 1, bytes.fromhex(staged.lineage))
 
     def _go_on(self) -> None:
+        self._give_up_open("this island has taken over another state")
         self._standing.begin()
         self._last_attempt, self._trouble = 0, ""
         self._around.membership.publish()
         self.notice()
+
+    def _give_up_open(self, reason: str) -> None:
+        """No attempt that was accepted and not begun will be."""
+        for attempt in (self._attempt, self._following):
+            if attempt and not attempt.committed:
+                attempt.fail(reason)
+                attempt.transfer = None
+                self._around.background(voting.settle(self._around, attempt, AttemptFailed(reason)))
+        self._attempt = self._following = None
 
     def _swap(self, kind: str, last: LastRound, **details: object) -> RoundOutcome:
         staged = self._state.staged
