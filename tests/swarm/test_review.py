@@ -9,7 +9,7 @@ from typing import Iterator
 
 import pytest
 import torch
-from harness import Island, Swarm, assert_same, eventually, running, settings, status
+from harness import PEER_TIMEOUT, Island, Swarm, assert_same, eventually, running, settings, status
 
 from test_hivemind_rules import Asked, TestRound as RoundTests, ballot, claim, entry, proposal
 
@@ -38,14 +38,11 @@ pytestmark = pytest.mark.timeout(200)
 
 def test_one_that_stood_still_before_its_vote_does_not_commit_what_the_others_gave_up(tmp_path: Path) -> None:
     """It holds all votes and nobody has its own: the others went on without it, and it follows them."""
-    def island(slot: int, peers: list[str]) -> Island:
-        return Island(tmp_path / str(slot), settings(swarm={"islands": 3, "slot": slot, "initial_peers": peers}), SIZES)
-
-    first = island(0, [])
+    first = island(tmp_path, 0, [], 3)
     first.ask("join")
     address = eventually(first.address)
     with running([first]) as islands:
-        islands += [island(slot, [address]) for slot in (1, 2)]
+        islands += [island(tmp_path, slot, [address], 3) for slot in (1, 2)]
         islands[1].ask("join")
         islands[2].ask("join")
         for each in islands:
@@ -247,3 +244,31 @@ def test_an_attempt_on_the_old_state_ends_when_another_is_taken_over() -> None:
         await asyncio.sleep(0.01)
 
     asyncio.run(run())
+
+
+def test_a_donor_that_sends_no_more_is_followed_by_another(tmp_path: Path) -> None:
+    """It is alive, and its stream is not: the newcomer has swarm.join_timeout for all of it, and must not spend that on one."""
+    islands = [island(tmp_path, 0, [], 2)]
+    islands[0].ask("join")
+    address = eventually(islands[0].address)
+    with running(islands) as started:
+        started.append(island(tmp_path, 1, [address], 2))
+        started[1].ask("join")
+        for each in started:
+            each.answer()
+            each.arm("hang_donation")
+        swarm = Swarm(list(started))
+        swarm.launch(0, 10, [1000.0] * 2)
+        swarm.outcomes(0)
+        started.append(island(tmp_path, 2, [address], 2))
+        started[2].ask("join")
+        eventually(lambda: any(each.fired("hang_donation") for each in started[:2]))
+        for each in started[:2]:
+            each.disarm("hang_donation")
+        assert started[2].answer(timeout=8 * PEER_TIMEOUT).late
+        assert_same(Swarm(started))
+
+
+def island(folder: Path, slot: int, peers: list[str], islands: int) -> Island:
+    keys = {"islands": islands, "slot": slot, "initial_peers": peers}
+    return Island(folder / str(slot), settings(swarm=keys), SIZES)
