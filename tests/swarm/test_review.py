@@ -3,16 +3,20 @@
 import asyncio
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Iterator
+from typing import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import PEER_TIMEOUT, Island, Swarm, assert_same, eventually, running, settings, status
 
 from test_hivemind_rules import Asked, TestRound as RoundTests, ballot, claim, entry, proposal
 
+import diloco.island
 from diloco.codecs.none import NoCodec
 from diloco.config import RunConfig
 from diloco.contributions import Measured, understated
@@ -272,3 +276,24 @@ def test_a_donor_that_sends_no_more_is_followed_by_another(tmp_path: Path) -> No
 def island(folder: Path, slot: int, peers: list[str], islands: int) -> Island:
     keys = {"islands": islands, "slot": slot, "initial_peers": peers}
     return Island(folder / str(slot), settings(swarm=keys), SIZES)
+
+
+def test_ranks_wait_for_their_seat_as_long_as_rank_0_takes_over_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large state on a slow link takes longer than any limit on the time from one sign of life to the next."""
+    store = dist.HashStore()
+    monkeypatch.setattr(diloco.island, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(diloco.island, "_WAITING_SECONDS", 0.2)
+
+    class Slow:
+        def join(self, waiting: Callable[[], None] = lambda: None) -> Seat:
+            for _ in range(30):
+                time.sleep(0.1)
+                waiting()
+            return Seat(3)
+
+    def take(rank: int) -> Seat:
+        process = SimpleNamespace(rank=rank, world_size=2, store=store)
+        return diloco.island._take_seat(Slow() if rank == 0 else None, process, 0.5)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [seat.slot for seat in pool.map(take, range(2))] == [3, 3]

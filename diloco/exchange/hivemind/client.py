@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Callable
 
 from diloco.config import RunConfig
 from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat, Work
@@ -60,12 +61,13 @@ class HivemindExchange:
         self._keeper.start()
         atexit.register(self.close)
 
-    def join(self) -> Seat:
+    def join(self, waiting: Callable[[], None] = lambda: None) -> Seat:
         """See :class:`diloco.exchange.base.Exchange`."""
         limit = self._config.swarm.join_timeout + _START_SECONDS
         with self._changed:
             while not (self._seat or self._refusal) and time.monotonic() < self._sign_of_life + limit:
                 self._changed.wait(1.0)
+                waiting()
             if self._seat:
                 return self._seat
             reason = self._refusal or (
