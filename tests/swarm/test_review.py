@@ -297,3 +297,30 @@ def test_ranks_wait_for_their_seat_as_long_as_rank_0_takes_over_state(monkeypatc
 
     with ThreadPoolExecutor(2) as pool:
         assert [seat.slot for seat in pool.map(take, range(2))] == [3, 3]
+
+
+def test_a_newcomer_for_whom_the_state_takes_longer_than_a_round(tmp_path: Path) -> None:
+    """By the time it has a state, the swarm has the next one: it comes in nevertheless, and is in a round with the others."""
+    islands = [island(tmp_path, 0, [], 2)]
+    islands[0].ask("join")
+    address = eventually(islands[0].address)
+    with running(islands) as started:
+        started.append(island(tmp_path, 1, [address], 2))
+        started[1].ask("join")
+        for each in started:
+            each.answer()
+            each.arm("slow_donation", "1.5")  # twice a part: anchor and momentum
+        swarm = Swarm(list(started))
+        started.append(island(tmp_path, 2, [address], 2))
+        started[2].ask("join")
+        deadline, number = time.monotonic() + 60, 0
+        while not started[2]._pipe.poll(1.0):  # two rounds at least in the time of a transfer
+            assert time.monotonic() < deadline, f"{number} rounds, and it is not in yet"
+            number += 1
+            swarm.launch(0, 10 * number, [1000.0] * 2)
+            assert {outcome.kind for outcome in swarm.outcomes(0)} == {"committed"}
+        assert started[2].answer().late and number > 3
+        everyone = Swarm(started)
+        everyone.launch(0, 500, [1000.0] * 3)
+        assert {(each.kind, each.members) for each in everyone.outcomes(0)} == {("committed", (0, 1, 2))}
+        assert_same(everyone)
