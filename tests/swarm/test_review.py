@@ -26,8 +26,9 @@ from diloco.exchange.hivemind.address_book import AddressBook
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.client import HivemindExchange
 from diloco.exchange.hivemind.donations import Donations
+from diloco.exchange.hivemind.door import Door, come_in
 from diloco.exchange.hivemind.membership import Membership
-from diloco.exchange.hivemind.messages import NotAMember, Settled, StateHeader, StateRequest, Tip, Vote
+from diloco.exchange.hivemind.messages import Elsewhere, Hello, NotAMember, Settled, StateHeader, StateRequest, Tip, Vote
 from diloco.exchange.hivemind.roster import Roster
 from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.rounds import Rounds
@@ -384,3 +385,24 @@ def test_nobody_waits_for_one_that_could_not_catch_up_within_a_whole_round(monke
         return seen
 
     assert asyncio.run(run()) == ["training", "training", "recovering", "training"]
+
+
+def test_the_first_island_counts_itself_although_another_came_before_it_had_looked_around() -> None:
+    """It asks the others first whether the run is in progress, and is asked itself meanwhile."""
+
+    def hello(who: str, slot: int = -1) -> Hello:
+        return Hello(run="test", settings={}, slot=slot, addresses=(), ticket=who.encode().ljust(32))
+
+    async def run() -> Roster:
+        door = Door("test", {}, 3, 2, first=True, tell=print)
+
+        class Network:
+            peer = "first"
+
+            async def call(self, peer: str, request: Hello, timeout: float) -> Elsewhere:
+                door.answer("other", hello("other"))
+                return Elsewhere(addresses=())
+
+        return await come_in(door, Network(), hello("first"), ["/p2p/other"], 2.0)
+
+    assert [each.peer for each in asyncio.run(run()).entries] == ["first", "other"]

@@ -61,8 +61,8 @@ class Door:
         return len(self._guests)
 
     def enter(self, peer: str, hello: Hello) -> None:
-        """The first island's own entry, before anyone else's."""
-        self._guests[peer] = _Guest(hello, asked=math.inf)
+        """The first island's own entry, before anyone else's, who may have come while it looked for a run in progress."""
+        self._guests = {peer: _Guest(hello, asked=math.inf), **self._guests}
         self._open_if_complete()
 
     def open(self, roster: Roster) -> None:
@@ -160,7 +160,7 @@ async def come_in(door: Door, network: Network, hello: Hello, known: list[str], 
         await asking.once()  # is it in progress already?
     while not asking.roster and time.monotonic() < deadline:
         if door.first and not asking.in_progress:
-            if not door.came:
+            if not door.opened.is_set():
                 door.enter(network.peer, hello)
             if door.opened.is_set():
                 assert door.roster is not None
