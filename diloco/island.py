@@ -20,8 +20,12 @@ from islands.train_loop import train
 
 _GRACE_SECONDS = 400.0  # on top of swarm.join_timeout: more than an exchange allows its own start on a busy machine
 
+_SLOWEST_LINK = 20e3  # bytes a second at which an island that joins late may still take over the swarm's state
+
 #: Where the ranks of one island may differ: only rank 0 meets the others. How much data a run has, all ranks must know alike.
 _OWN_AFFAIR = [f"swarm.{key}" for key in SwarmSection.model_fields if key not in ("islands", "max_slots")]
+
+_STATE_BYTES = 8  # of a parameter: anchor and one state tensor of the outer optimizer in fp32
 
 _STAGING_SECONDS = 5e-7  # for each parameter: an exchange that has begun to stage a result ends that after its deadline too
 
@@ -45,7 +49,9 @@ def run_island(config: RunConfig) -> None:
         process = stack.enter_context(process_group(device, config.run.timeout))
         check_agreement(config, process, may_differ=_OWN_AFFAIR)
         island = build_island(config, process, corpus)
-        seat = _take_seat(coordinator and coordinator.exchange, process, config.swarm.join_timeout)
+        state_bytes = sum(fragment.numel for fragment in fragments) * _STATE_BYTES
+        join_seconds = config.swarm.join_timeout + _GRACE_SECONDS + state_bytes / _SLOWEST_LINK
+        seat = _take_seat(coordinator and coordinator.exchange, process, join_seconds)
         metrics = open_metrics(island, seat.slot, continues=seat.late)
         stack.callback(metrics.close)
         if seat.address:
@@ -82,7 +88,7 @@ def _take_seat(exchange: Exchange | None, process: Process, join_seconds: float)
             seat = exchange.join()
         except JoinError as error:
             seat = error
-    seat = FirstRankSays(process, "place in the swarm")(seat, seconds=join_seconds + _GRACE_SECONDS)
+    seat = FirstRankSays(process, "place in the swarm")(seat, seconds=join_seconds)
     if isinstance(seat, JoinError):
         raise seat
     return seat

@@ -23,6 +23,7 @@ from diloco.exchange.hivemind.settings import difference
 _ASK_AGAIN_SECONDS = 0.25
 _CALL_SECONDS = 5.0
 _GUEST_SILENCE_SECONDS = 10.0
+_MOST_REFUSED_TOLD = 100
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Door:
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     hints: set[str] = field(default_factory=set)
     _guests: dict[str, _Guest] = field(default_factory=dict)
+    _refused: set[str] = field(default_factory=set)
     _inside: tuple[Membership, Granting] | None = None
 
     @property
@@ -78,8 +80,7 @@ class Door:
         """Grant a slot, ask for patience, or refuse with a reason that says what to do."""
         reason = self._objection(hello)
         if reason:
-            self.tell(ExchangeEvent("refused", f"{peer}: {reason}"))
-            return Refused(reason=reason)
+            return self._refuse(peer, reason)
         return self._answer_in_progress(peer, hello) if self.opened.is_set() else self._answer_at_start(peer, hello)
 
     def _answer_at_start(self, peer: str, hello: Hello) -> Reply:
@@ -88,8 +89,7 @@ class Door:
         self._forget_silent()
         reason = self._slot_objection(peer, hello.slot)
         if reason:
-            self.tell(ExchangeEvent("refused", f"{peer}: {reason}"))
-            return Refused(reason=reason)
+            return self._refuse(peer, reason)
         self._guests[peer] = _Guest(hello, time.monotonic())
         self._open_if_complete()
         return Wait(came=self.came, expected=self.expected)
@@ -106,6 +106,13 @@ class Door:
         if member := membership.of_peer(peer):
             membership.restarted(member, hello.ticket)
         return Queued(addresses=addresses, reason=granting.ask(peer, hello))
+
+    def _refuse(self, peer: str, reason: str) -> Refused:
+        """Told once a peer, however often it asks; and not for ever, as anyone can have many peer ids."""
+        if peer not in self._refused and len(self._refused) < _MOST_REFUSED_TOLD:
+            self._refused.add(peer)
+            self.tell(ExchangeEvent("refused", f"{peer}: {reason}"))
+        return Refused(reason=reason)
 
     def _objection(self, hello: Hello) -> str:
         if hello.run != self.run:
