@@ -320,6 +320,7 @@ class Round:
         return fits and standing.others_wait(staged.height + 1, bytes.fromhex(staged.lineage))
 
     def _go_on(self) -> None:
+        self._contribution.work = replace(self._contribution.work, step=self._around.step(self._state.ledger))
         self._standing.begin()
         self._last_attempt, self._trouble = 0, ""
         self._around.membership.publish()
