@@ -94,6 +94,21 @@ async def start_daemon(listen: str, announce: str, identity_path: str | None, ke
     )
 
 
+async def start_client() -> Daemon:
+    """Start libp2p that listens nowhere, under a new identity: it reaches others, and nobody reaches it."""
+    return await Daemon.create(
+        host_maddrs=None,
+        no_listen=True,
+        dht_mode="client",
+        use_relay=False,
+        use_auto_relay=False,
+        auto_nat=False,
+        nat_port_map=False,
+        use_ipfs=False,
+        startup_timeout=_START_SECONDS,
+    )
+
+
 async def addresses(daemon: Daemon) -> tuple[str, ...]:
     """Full multiaddrs of this peer, those that others are likeliest to reach first."""
     found = [str(address) for address in await daemon.get_visible_maddrs(latest=True)]
