@@ -1,9 +1,9 @@
 """Islands that are processes anywhere, over hivemind's libp2p daemon and DHT.
 
 In order of reading: ``client`` is the trainer's end of an exchange process, ``process`` its start and ``island`` its
-inside. ``door`` lets islands in, ``membership`` knows who is alive, ``directory`` puts them into the DHT. ``rounds``
-dispatches, a ``round`` goes from launch to outcome: ``offers`` tells who proposes whom, an ``attempt`` counts votes,
-``voting`` casts and settles them, ``scatter_reduce`` and ``catch_up`` move the bytes. ``network``, ``messages``, ``seal``,
+inside. ``door`` lets islands in, ``membership`` knows who is alive, ``directory`` puts each as a ``member_record`` into
+the DHT, where an ``onlooker`` finds it. ``rounds`` dispatches, a ``round`` goes from launch to outcome: ``offers`` tells
+who proposes whom, an ``attempt`` counts votes, ``voting`` casts and settles them, ``scatter_reduce`` and ``catch_up`` move the bytes. ``network``, ``messages``, ``seal``,
 ``limits``, ``stream``, ``carriers`` and ``daemon`` are the wire.
 """
 

@@ -99,11 +99,7 @@ class _Island:
             tasks.create_task(rounds.granting.run())
             tasks.create_task(self._report_refused(network))
             tasks.create_task(self._remember_addresses())
-            tasks.create_task(
-                publish_for_ever(
-                    self._daemon, self._config.run.name, membership, self._start.state, self._authorizer()
-                )
-            )
+            tasks.create_task(publish_for_ever(self._daemon, self._config.run.name, membership, self._authorizer()))
             seat = await self._take_seat(around, addresses[0])
             self._send(ipc.Joined(seat, membership.roster, self._listen(addresses[0])))
             tasks.create_task(rounds.watch_trainer())
