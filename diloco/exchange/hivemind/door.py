@@ -76,6 +76,11 @@ class Door:
         """From now on this island is a member, and votes on who comes in."""
         self._inside = membership, granting
 
+    def hint(self, peer: str) -> None:
+        """A peer takes this island for a member: it may be one itself, of a run in progress."""
+        if len(self.hints) < self.max_slots:
+            self.hints.add(peer)
+
     def answer(self, peer: str, hello: Hello) -> Reply:
         """Grant a slot, ask for patience, or refuse with a reason that says what to do."""
         reason = self._objection(hello)
@@ -88,6 +93,8 @@ class Door:
             return Elsewhere(addresses=self.first_addresses)
         self._forget_silent()
         reason = self._slot_objection(peer, hello.slot)
+        if not reason and peer not in self._guests and self.came >= self.max_slots:
+            reason = f"{self.came} islands are waiting here, for the swarm.max_slots={self.max_slots} slots of the run"
         if reason:
             return self._refuse(peer, reason)
         self._guests[peer] = _Guest(hello, time.monotonic())
