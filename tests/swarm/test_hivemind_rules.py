@@ -318,7 +318,11 @@ class TestRound:
             raise Unreachable("no stream")
 
     def outcome(
-        self, reply: messages.Status | None, deadline: float, passed_seconds: float
+        self,
+        reply: messages.Status | None,
+        deadline: float,
+        passed_seconds: float,
+        look: Callable[[Round], None] = lambda current: None,
     ) -> tuple[RoundOutcome, int, int]:
         """Of a round launched that long ago, with one live member that offers nothing; times asked; height after it."""
         config = parse_config(RunConfig, settings())
@@ -345,6 +349,7 @@ class TestRound:
             current = Round(around, state.fragments[0], Work(100, 0, 10, 5), keep=lambda attempt: None)
             current._started -= passed_seconds
             current._deadline -= passed_seconds
+            look(current)
             return await current.run()
 
         return asyncio.run(run()), network.asked, state.fragments[0].height
@@ -374,6 +379,22 @@ class TestRound:
         assert (outcome.kind, height) == ("skipped", 0) and asked >= 1 and "no state came" in outcome.reason
         outcome, asked, height = self.outcome(None, deadline=1.0, passed_seconds=0.6)
         assert (outcome.kind, height) == ("skipped", 0) and asked >= 1
+
+    def test_a_round_that_is_over_or_to_come_is_refused_and_so_is_an_old_attempt(self) -> None:
+        """As when somebody sends an earlier round's proposal once more."""
+        said: list[str] = []
+
+        def look(current: Round) -> None:
+            current._contribution.prepare()
+            current.offering, claims = True, (current.offer().claim, claim(1, norm=0.0))
+            right = dict(claims=claims, weights=(100.0, 100.0), lineage=current.offer().lineage)
+            good = proposal(2).model_copy(update=right)
+            for change in ({"height": 2}, {"lineage": B}, {"attempt": 1}, {"attempt": 1}):
+                said.append(current.consider(good.model_copy(update=change)))
+
+        self.outcome(self.status(0), deadline=1.0, passed_seconds=0.0, look=look)
+        assert "next height is 1" in said[0] and "on lineage" in said[1]
+        assert said[2] == "" and "not later than attempt 1" in said[3]
 
     def test_waits_at_first(self) -> None:
         outcome, asked, height = self.outcome(None, deadline=1.0, passed_seconds=0.0)
