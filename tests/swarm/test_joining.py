@@ -41,8 +41,8 @@ def swarm(place: Place) -> Iterator[Swarm]:
     first.ask("join")
     place.first_address = eventually(first.address)
     with running([first]) as started:
-        for name in ("b", "c"):
-            started.append(place.island(name))
+        for slot, name in ((1, "b"), (2, "c")):
+            started.append(place.island(name, slot=slot))
             started[-1].ask("join")
         for island in started:
             island.answer()
