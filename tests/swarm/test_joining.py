@@ -162,7 +162,7 @@ def test_islands_that_start_at_the_same_moment_with_the_same_list_are_one_swarm(
 
     def island(number: int) -> Island:
         own = {"listen": f"127.0.0.1:{ports[number]}", "identity_file": str(tmp_path / f"{number}.key")}
-        keys = {"islands": islands, "initial_peers": addresses, **own}
+        keys = {"islands": islands, "initial_peers": addresses, "join_timeout": 60.0, **own}
         return Island(tmp_path / str(number), settings(swarm=keys), SIZES)
 
     with running(island(number) for number in range(islands)) as started:
