@@ -36,7 +36,7 @@ def test_every_fault_leaves_its_trace_and_the_swarm_goes_on(tmp_path: Path) -> N
         survivors = cluster.islands[:2]
         cluster.wait_until(lambda: all(island.rows("round")[-1]["members"] == [0, 1] for island in survivors))
     _, _, _, stranger, freeze, slow, kill = player.strikes
-    assert "reset" in events(cluster, 1)
+    assert "dropped" in events(cluster, 1)
     for island in cluster.islands:
         assert any("digests differ" in row["reason"] for row in island.rows("round") if row["outcome"] == "skipped")
     assert "restarted" in events(cluster, 1)

@@ -122,6 +122,7 @@ def test_after_a_cut_longer_than_peer_timeout_both_sides_hold_one_model_again(pa
     agree_after(pair, cut.ended, timeout=40)
 
 
+@pytest.mark.slow  # in test_faults without a link
 @pytest.mark.timeout(120)
 def test_two_halves_that_meet_again_become_one_swarm(tmp_path: Path) -> None:
     with WanLink(4, "50mbit", rtt_ms=40) as link, Cluster(tmp_path, 4, SETTINGS, link, step_seconds=0.25) as cluster:
@@ -135,6 +136,7 @@ def test_two_halves_that_meet_again_become_one_swarm(tmp_path: Path) -> None:
             assert taken == list(range(4, 4 * len(taken) + 1, 4)) and not events(island, "dropped")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_the_side_that_trained_on_more_tokens_keeps_its_rounds(tmp_path: Path) -> None:
     """Not the one that committed more often: alone, with no distance to bridge, one gets through more rounds than three."""
