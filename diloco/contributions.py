@@ -64,7 +64,7 @@ class Measured:
 def understated(claimed_norms: Sequence[float], measured: Sequence[Measured]) -> int | None:
     """Position of the first member whose bytes are larger than it claimed, so that the rule above did not see it."""
     for position, (claimed, seen) in enumerate(zip(claimed_norms, measured, strict=True)):
-        if seen.square > (LARGEST_CLAIM_RATIO * claimed) ** 2:
+        if seen.square > (LARGEST_CLAIM_RATIO * claimed) * (LARGEST_CLAIM_RATIO * claimed):  # ** would raise OverflowError
             return position
     return None
 

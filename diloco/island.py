@@ -1,5 +1,6 @@
 """One island of a run: what ``torchrun … -m diloco CONFIG`` does on every rank."""
 
+import time
 from contextlib import ExitStack
 
 from diloco.config import RunConfig, SwarmSection
@@ -19,13 +20,10 @@ from islands.sharing import FirstRankSays
 from islands.train_loop import train
 
 _GRACE_SECONDS = 400.0  # on top of swarm.join_timeout: more than an exchange allows its own start on a busy machine
-
-_SLOWEST_LINK = 20e3  # bytes a second at which an island that joins late may still take over the swarm's state
+_WAITING_SECONDS = 30.0  # between two signs of rank 0 that it still waits
 
 #: Where the ranks of one island may differ: only rank 0 meets the others. How much data a run has, all ranks must know alike.
 _OWN_AFFAIR = [f"swarm.{key}" for key in SwarmSection.model_fields if key not in ("islands", "max_slots")]
-
-_STATE_BYTES = 8  # of a parameter: anchor and one state tensor of the outer optimizer in fp32
 
 _STAGING_SECONDS = 5e-7  # for each parameter: an exchange that has begun to stage a result ends that after its deadline too
 
@@ -49,9 +47,7 @@ def run_island(config: RunConfig) -> None:
         process = stack.enter_context(process_group(device, config.run.timeout))
         check_agreement(config, process, may_differ=_OWN_AFFAIR)
         island = build_island(config, process, corpus)
-        state_bytes = sum(fragment.numel for fragment in fragments) * _STATE_BYTES
-        join_seconds = config.swarm.join_timeout + _GRACE_SECONDS + state_bytes / _SLOWEST_LINK
-        seat = _take_seat(coordinator and coordinator.exchange, process, join_seconds)
+        seat = _take_seat(coordinator and coordinator.exchange, process, config.swarm.join_timeout)
         metrics = open_metrics(island, seat.slot, continues=seat.late)
         stack.callback(metrics.close)
         if seat.address:
@@ -81,14 +77,26 @@ def _coordinator(config: RunConfig, fragments: list[Fragment], schema: str) -> C
 
 
 def _take_seat(exchange: Exchange | None, process: Process, join_seconds: float) -> Seat:
-    """Rank 0 joins the swarm; the others learn the seat, or why there is none, from it."""
+    """Rank 0 joins the swarm; the others learn the seat, or why there is none, from it, however long it takes."""
+    say, limit = FirstRankSays(process, "place in the swarm"), join_seconds + _GRACE_SECONDS
     seat: Seat | JoinError | None = None
+    told = time.monotonic()
+
+    def waiting() -> None:
+        nonlocal told
+        if time.monotonic() > told + _WAITING_SECONDS:
+            told = time.monotonic()
+            say(None, limit)
+
     if exchange:
         try:
-            seat = exchange.join()
+            seat = exchange.join(waiting)
         except JoinError as error:
             seat = error
-    seat = FirstRankSays(process, "place in the swarm")(seat, seconds=join_seconds)
+        say(seat, limit)
+    else:
+        while seat is None:
+            seat = say(None, limit)
     if isinstance(seat, JoinError):
         raise seat
     return seat

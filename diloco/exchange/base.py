@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Callable, Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,11 @@ class Exchange(Protocol):
     ``state.fragments[i].local``, which is the exchange's until the outcome is known.
     """
 
-    def join(self) -> Seat:
+    def join(self, waiting: Callable[[], None] = lambda: None) -> Seat:
         """Wait until all islands of ``swarm.islands`` are there, or, where the run is in progress, for a place in it.
+
+        Args:
+            waiting: called about every second meanwhile: to take over a large state on a slow link takes long.
 
         Raises:
             JoinError: refused, or not all of them came in time.

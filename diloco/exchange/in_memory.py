@@ -3,7 +3,7 @@
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Callable, Literal
 
 from torch import Tensor
 
@@ -90,7 +90,7 @@ class InMemoryExchange:
         self._deadline, self._min_islands = round_deadline, min_islands
         self._launched: dict[int, _Launched] = {}
 
-    def join(self) -> Seat:
+    def join(self, waiting: Callable[[], None] = lambda: None) -> Seat:
         """See :class:`diloco.exchange.base.Exchange`."""
         return Seat(self._slot)
 

@@ -372,6 +372,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
 
     ``hang_in_transfer``: half of the first tensor is sent, and then nothing more on that stream.
     ``hang_before_vote``: the result is staged, and no vote is sent.
+    ``stop_before_vote``: the whole process stops (SIGSTOP) once all others' votes are there, before it sends its own.
     ``lose_vote_to_<slot>``: the vote for that member gets lost, once.
     ``hang_donation``: half a part of the state is served, and then nothing more.
     ``garbage_to_<slot>``: :func:`throw_garbage` at that member, in place of a vote for it.
@@ -413,6 +414,12 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
     async def vote_or_hang(*arguments: Any) -> None:
         if fires("hang_before_vote"):
             await asyncio.Event().wait()
+        if (folder / "stop_before_vote").exists():
+            attempt = arguments[1]
+            while len(attempt.ballots) < len(attempt.members) - 1:
+                await asyncio.sleep(0.01)
+            if fires("stop_before_vote"):
+                os.kill(os.getpid(), signal.SIGSTOP)
         await cast_vote(*arguments)
 
     async def call_or_lose(self: Surroundings, slot: int, request: messages.Request, *more: Any) -> Any:

@@ -1,5 +1,6 @@
 """Where the members of a run were last seen: so that an island that was restarted finds them though its peers are gone."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -23,7 +24,8 @@ class AddressBook:
             return []  # a file that is missing or torn only costs the shortcut
 
     def write(self, addresses: list[str]) -> None:
-        """Remember them."""
+        """Remember them, where that is possible: the identity may lie in a folder that can't be written, or on a full disk."""
         if self._path:
             content = json.dumps({"run": self._run, "addresses": addresses}, indent=1)
-            write_atomically(self._path, content.encode())
+            with contextlib.suppress(OSError):
+                write_atomically(self._path, content.encode())

@@ -34,7 +34,10 @@ class Attempt:
         ballots: votes by slot, the own one too.
         hearsay: votes that came after it was given up, or that others tell of. They commit nothing, but tell who is to blame.
         committed: the result was swapped in.
-        frozen: given up. It may still be adopted, when it turns out that another member committed it.
+        acknowledged: who has taken the own vote.
+        frozen: this member commits it by votes no more. It may still do so when it turns out that another one may have.
+        given_up: it was found that nobody can have committed it, and nobody may any more.
+        asked_by: who has asked what it counts as.
     """
 
     def __init__(
@@ -49,7 +52,9 @@ class Attempt:
         self.members, self.transfer, self._judge = tuple(members), transfer, judge
         self.ballots: dict[int, Ballot] = {}
         self.hearsay: dict[int, Ballot] = {}
-        self.committed = self.frozen = False
+        self.acknowledged: set[int] = set()
+        self.asked_by: set[int] = set()
+        self.committed = self.frozen = self.given_up = False
         self._failure: asyncio.Future[AttemptFailed] = asyncio.get_running_loop().create_future()
         self._news = asyncio.Event()
 
@@ -93,6 +98,7 @@ class Attempt:
 
     def accepted(self, more: Iterable[Ballot] = ()) -> bool:
         """Whether, with the votes that others know of, nothing stands against it."""
+        more = list(more)
         return self.unanimous(more) and self.objection(more) is None
 
     async def all_ballots(self) -> None:

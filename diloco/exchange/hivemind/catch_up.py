@@ -65,7 +65,7 @@ async def take_over(
 ) -> StateHeader | str:
     """Write the state at ``tip`` beside the agreed one, from whichever members have it, and check it. Not committed.
 
-    A donor that dies half-way is followed by the next, which goes on where it ended.
+    A donor that dies half-way, or sends nothing for ``peer_timeout``, is followed by the next, which goes on where it ended.
 
     Args:
         deadline: in terms of ``time.monotonic()``.
@@ -126,11 +126,16 @@ class _Taking:
             raise TransferFailed("no time is left")
         lanes = min(self._around.network.lanes(donor.peer), max(1, len(self._missing)))
         fetching = asyncio.ensure_future(all_or_none([self._fetch_parts(donor, lane) for lane in range(lanes)]))
+        received, since = self._traffic.received, time.monotonic()
+        patience = self._around.membership.peer_timeout
         try:
-            while not fetching.done() and donor.alive and time.monotonic() < self._deadline:
+            while not fetching.done() and donor.alive and time.monotonic() < min(self._deadline, since + patience):
                 await asyncio.wait({fetching}, timeout=_LOOK_SECONDS)
+                if self._traffic.received > received:
+                    received, since = self._traffic.received, time.monotonic()
             if not fetching.done():
-                raise TransferFailed("it took longer than exchange.round_deadline" if donor.alive else "it fell silent")
+                late = "it took longer than exchange.round_deadline"
+                raise TransferFailed(late if time.monotonic() >= self._deadline else "it sends no more")
             fetching.result()
         finally:
             fetching.cancel()

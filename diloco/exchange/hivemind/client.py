@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Callable
 
 from diloco.config import RunConfig
 from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat, Work
@@ -27,12 +28,6 @@ _PROGRESS_SECONDS = 2.0  # between two lines about bytes that come
 _BEAT_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 _STABLE_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class _Launched:
-    height: int
-    time: float
 
 
 class HivemindExchange:
@@ -56,8 +51,8 @@ class HivemindExchange:
         self._traceback = ""
         self._end_reason = ""
         self._closing = False
-        self._launched: dict[int, _Launched] = {}
-        self._committing: dict[int, RoundOutcome] = {}
+        self._launched: dict[int, float] = {}  # when that was
+        self._committing: dict[int, list[RoundOutcome]] = {}  # swaps that were about to happen
         self._outcomes: dict[int, RoundOutcome] = {}
         self._events: list[ExchangeEvent] = []
         self._next_progress_line = 0.0
@@ -66,12 +61,13 @@ class HivemindExchange:
         self._keeper.start()
         atexit.register(self.close)
 
-    def join(self) -> Seat:
+    def join(self, waiting: Callable[[], None] = lambda: None) -> Seat:
         """See :class:`diloco.exchange.base.Exchange`."""
         limit = self._config.swarm.join_timeout + _START_SECONDS
         with self._changed:
             while not (self._seat or self._refusal) and time.monotonic() < self._sign_of_life + limit:
                 self._changed.wait(1.0)
+                waiting()
             if self._seat:
                 return self._seat
             reason = self._refusal or (
@@ -94,11 +90,11 @@ class HivemindExchange:
 
     def called(self, fragment: int) -> bool:
         """See :class:`diloco.exchange.base.Exchange`."""
-        return int(self._state.called[fragment]) != NOT_CALLED
+        return self._urgency(fragment) != NOT_CALLED
 
     def is_late(self, fragment: int) -> bool:
         """See :class:`diloco.exchange.base.Exchange`."""
-        return int(self._state.called[fragment]) == LATE
+        return self._urgency(fragment) == LATE
 
     def launch(self, fragment: int, work: Work) -> None:
         """See :class:`diloco.exchange.base.Exchange`.
@@ -112,7 +108,7 @@ class HivemindExchange:
         with self._changed:
             if fragment in self._launched:
                 raise RuntimeError(f"a round of fragment {fragment} is in flight; take its outcome first")
-            self._launched[fragment] = _Launched(self._state.fragments[fragment].height, time.monotonic())
+            self._launched[fragment] = time.monotonic()
             if self._reseating:
                 self._outcomes[fragment] = self._skipped(fragment, "this island has lost its slot and asks for another")
             elif fragment in self._to_take:
@@ -128,7 +124,7 @@ class HivemindExchange:
         with self._changed:
             limit = self._config.exchange.round_deadline + _GRACE_SECONDS
             limit += sum(tensor.nbytes for tensor in self._state.fragments[fragment].agreed_tensors()) / _STAGED_PER_SECOND
-            left = self._launched[fragment].time + limit - time.monotonic()
+            left = self._launched[fragment] + limit - time.monotonic()
             if not self._changed.wait_for(lambda: fragment in self._outcomes, max(0.0, left)):
                 # It might still commit while the trainer believes that nothing changed, so it has to end first.
                 self._end_reason = f"it did not end a round within {limit:g} s and was stopped"
@@ -137,7 +133,10 @@ class HivemindExchange:
                 self._changed.wait_for(lambda: fragment in self._outcomes)
             del self._launched[fragment]
             self._committing.pop(fragment, None)
-            return self._outcomes.pop(fragment)
+            outcome = self._outcomes.pop(fragment)
+            if outcome.seat:
+                self._to_take.clear()  # the trainer takes them all at once
+            return outcome
 
     def events(self) -> list[ExchangeEvent]:
         """See :class:`diloco.exchange.base.Exchange`."""
@@ -214,6 +213,7 @@ class HivemindExchange:
                 break
         child.join()
         with self._changed:
+            self._process = None
             self._end_reason = self._end_reason or f"ended ({describe_exit(child.exitcode)})"
         child.close()
         ours.close()
@@ -245,7 +245,7 @@ class HivemindExchange:
                 case ipc.Crashed():
                     self._traceback = message.traceback
                 case ipc.Committing():
-                    self._committing[message.outcome.fragment] = message.outcome
+                    self._committing.setdefault(message.outcome.fragment, []).append(message.outcome)
                 case ipc.Ended():
                     self._outcomes[message.outcome.fragment] = message.outcome
                 case ExchangeEvent():
@@ -260,13 +260,19 @@ class HivemindExchange:
 
     def _end_launched(self) -> None:
         """Give every round in flight an outcome, now that nobody writes to the state any more."""
-        for fragment, launched in self._launched.items():
-            if fragment in self._outcomes:
-                continue
-            if self._state.fragments[fragment].height > launched.height:  # it died just after the swap
-                self._outcomes[fragment] = self._committing[fragment]
+        for fragment in self._launched.keys() - self._outcomes.keys():
+            digest = self._state.fragments[fragment].digest
+            swapped = [outcome for outcome in self._committing.get(fragment, ()) if outcome.digest == digest]
+            if swapped:  # it died just after the swap
+                self._outcomes[fragment] = swapped[-1]
             else:
                 self._outcomes[fragment] = self._skipped(fragment, f"the exchange process {self._end_reason}")
+
+    def _urgency(self, fragment: int) -> int:
+        """Nothing can be launched while there is no exchange process in its place, whatever the last one wrote."""
+        if not self._present:
+            return NOT_CALLED
+        return LATE if fragment in self._to_take else int(self._state.called[fragment])
 
     def _show_taking(self, taking: ipc.Taking) -> None:
         done, total = taking.num_bytes, taking.total_bytes

@@ -144,7 +144,7 @@ class _Island:
             run=self._config.run.name,
             settings=self._door.settings,
             slot=-1 if self._start.any_slot else swarm.slot,
-            addresses=addresses,
+            addresses=addresses[: messages.MAX_ADDRESSES],
             ticket=self._start.ticket,
         )
         others = [address for address in swarm.initial_peers if not address.endswith(f"/p2p/{network.peer}")]
@@ -155,12 +155,18 @@ class _Island:
     async def _take_seat(self, around: Surroundings, address: str) -> Seat:
         """A newcomer takes over the swarm's state; others wait until the members have taken notice of them."""
         own, state = around.membership.own, self._start.state
-        if own.since == 0 or (self._start.started and self._start.rejoin):
+        if not self._takes_over(own):
             await around.membership.wait_until_known()
             return Seat(own.slot, address, own.epoch)
         patience = self._config.swarm.join_timeout
         await take_over_all(around, state, patience, lambda *progress: self._send(ipc.Taking(*progress)))
+        if self._started:  # it had a slot before; until here it was recovering, whatever its trainer did
+            self._rounds.start()
         return late_seat(around, state, address)
+
+    def _takes_over(self, own: messages.Entry) -> bool:
+        """Whether it comes into a run in progress: not so if it began the run, or is back where it was."""
+        return own.since > 0 and not (self._start.started and self._start.rejoin)
 
     def _make_door(self) -> Door:
         swarm = self._config.swarm
@@ -191,7 +197,8 @@ class _Island:
             background=tasks.create_task,
         )
         max_slots = config.swarm.max_slots
-        self._rounds = Rounds(around, self._start.state, max_slots, end=self._send, started=self._started)
+        started = self._started and not self._takes_over(self._membership.own)
+        self._rounds = Rounds(around, self._start.state, max_slots, end=self._send, started=started)
         self._door.begin(self._membership, self._rounds.granting)
         return around
 

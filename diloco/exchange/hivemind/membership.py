@@ -236,6 +236,8 @@ class Membership:
         return self.make_status(self._sequence, self._incarnation)
 
     def _check_seat(self, reply: NotAMember) -> None:
+        if reply.roster_height == 0:
+            return  # nothing was granted there, so no slot was given away: it began a run of its own
         if self.roster.comes_before(reply.roster_height, reply.roster_lineage):
             self._lose_seat()
 

@@ -16,6 +16,7 @@ MAX_MESSAGE_BYTES = 256 << 10
 
 MAX_MEMBERS = 64
 MAX_FRAGMENTS = 1024
+MAX_ADDRESSES = 16
 MAX_CARRIER_ADDRESSES = 8
 
 Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
@@ -28,7 +29,7 @@ Weight = Annotated[float, Field(gt=0)]
 Norm = Annotated[float, Field(ge=0)]
 Peer = Annotated[str, Field(min_length=1, max_length=128)]
 Text = Annotated[str, Field(max_length=8192)]
-Addresses = Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=16)]
+Addresses = Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=MAX_ADDRESSES)]
 
 
 class BadMessage(ValueError):
@@ -292,10 +293,13 @@ class Ballot(_Message):
 
 
 class Settled(_Message):
-    """Answer to a settle: whether this member committed, and the votes that it had received until then."""
+    """Answer to a settle: whether this member committed, or has found that nobody may any more; and the votes that it had
+    received until it stopped to take them.
+    """
 
     kind: Literal["settled"] = "settled"
     committed: bool
+    given_up: bool = False
     ballots: Annotated[tuple[Ballot, ...], Field(max_length=MAX_MEMBERS)]
 
 

@@ -36,8 +36,8 @@ class Roster:
         return messages.Roster(height=self.height, lineage=self.lineage, entries=self.entries)
 
     def after(self, entry: Entry) -> "Roster":
-        """With one more grant."""
-        others = [old for old in self.entries if old.slot != entry.slot]
+        """With one more grant. An island has one slot: where it had another one before, that is free again."""
+        others = [old for old in self.entries if old.slot != entry.slot and old.peer != entry.peer]
         ordered = tuple(sorted([*others, entry], key=lambda each: each.slot))
         return Roster(self.height + 1, _hash(self.lineage, ordered), ordered)
 

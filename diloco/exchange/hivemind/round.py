@@ -65,11 +65,7 @@ class Round:
                 await self._wait_for_change()
         finally:
             self.offering = False
-            over = AttemptFailed("this island's round is over")
-            for attempt in (self._attempt, self._following):
-                if attempt and not attempt.committed:
-                    attempt.fail(over.reason)
-                    self._around.background(voting.settle(self._around, attempt, over))
+            self._give_up_open("this island's round is over")
 
     def offer(self) -> Offer:
         """What the others are told about it."""
@@ -317,7 +313,17 @@ class Round:
 
     def _go_on(self) -> None:
         self._contribution.work = replace(self._contribution.work, step=self._around.step(self._state.ledger))
+        self._give_up_open("this island has taken over another state")
         self._standing.begin()
         self._last_attempt, self._trouble = 0, ""
         self._around.membership.publish()
         self.notice()
+
+    def _give_up_open(self, reason: str) -> None:
+        """No attempt that was accepted and not begun will be."""
+        for attempt in (self._attempt, self._following):
+            if attempt and not attempt.committed:
+                attempt.fail(reason)
+                attempt.transfer = None
+                self._around.background(voting.settle(self._around, attempt, AttemptFailed(reason)))
+        self._attempt = self._following = None

@@ -206,9 +206,10 @@ class Rounds:
             return Settled(committed=False, ballots=())
         if not attempt.names(member.slot):
             return Refused(reason="it takes no part in that proposal")
+        attempt.asked_by.add(member.slot)
         attempt.fail(f"island {member.slot} gave up: {question.reason}", question.final)
         ballots = tuple(attempt.ballots[slot] for slot in sorted(attempt.ballots))
-        return Settled(committed=attempt.committed, ballots=ballots)
+        return Settled(committed=attempt.committed, given_up=attempt.given_up, ballots=ballots)
 
     def _keep(self, attempt: Attempt) -> None:
         _remember(self._attempts, attempt.id, attempt)

@@ -1,0 +1,299 @@
+"""What a review found: each of these was wrong once."""
+
+import asyncio
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import PEER_TIMEOUT, Island, Swarm, assert_same, eventually, running, settings, status
+
+from test_hivemind_rules import Asked, TestRound as RoundTests, ballot, claim, entry, proposal
+
+import diloco.island
+from diloco.codecs.none import NoCodec
+from diloco.config import RunConfig
+from diloco.contributions import Measured, understated
+from diloco.exchange.base import RoundOutcome, Seat, Work
+from diloco.exchange.hivemind import ipc, voting
+from diloco.exchange.hivemind.address_book import AddressBook
+from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
+from diloco.exchange.hivemind.client import HivemindExchange
+from diloco.exchange.hivemind.membership import Membership
+from diloco.exchange.hivemind.messages import NotAMember, Settled, Vote
+from diloco.exchange.hivemind.roster import Roster
+from diloco.exchange.hivemind.round import Round
+from diloco.exchange.hivemind.surroundings import Surroundings
+from diloco.outer_state import LATE, Ledger, OuterState
+from diloco.reduction import CHUNK
+from islands import plugins
+from islands.config_file import parse_config
+
+SIZES = [CHUNK + 77]
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def test_one_that_stood_still_before_its_vote_does_not_commit_what_the_others_gave_up(tmp_path: Path) -> None:
+    """It holds all votes and nobody has its own: the others went on without it, and it follows them."""
+    first = island(tmp_path, 0, [], 3)
+    first.ask("join")
+    address = eventually(first.address)
+    with running([first]) as islands:
+        islands += [island(tmp_path, slot, [address], 3) for slot in (1, 2)]
+        islands[1].ask("join")
+        islands[2].ask("join")
+        for each in islands:
+            each.answer()
+        swarm, victim = Swarm(islands), islands[2]
+        victim.arm("stop_before_vote")
+        pid = victim.exchange_pid()
+        swarm.launch(0, 10, [1000.0] * 3)
+        victim.wait_until_fired("stop_before_vote")
+        eventually(lambda: status(pid) == "T")
+        others = swarm.outcomes(0, only=[0, 1])
+        os.kill(pid, signal.SIGCONT)
+        [outcome] = swarm.outcomes(0, only=[2])
+        print(others, outcome, sep="\n")
+        assert [(each.kind, each.members) for each in others] == [("committed", (0, 1))] * 2
+        assert outcome.kind == "left_out", outcome
+        assert_same(swarm)
+
+
+class TestVerdict:
+    """What an attempt counts as, beyond the cases of TestSettle in test_hivemind_rules."""
+
+    def settled(self, own: list[int], replies: dict[int, Settled], acknowledged: tuple[int, ...] = ()) -> str:
+        """Of three islands, seen from island 0; those without a reply can't be reached."""
+
+        async def run() -> str:
+            attempt = Attempt(proposal(3), (0, 1, 2), 0)
+            for slot in own:
+                attempt.vote(ballot(slot))
+            attempt.acknowledged |= set(acknowledged)
+            return await voting.settle(Asked(replies), attempt, AttemptFailed("cut"))
+
+        return asyncio.run(run())
+
+    def answer(self, *slots: int, given_up: bool = False) -> Settled:
+        return Settled(committed=False, given_up=given_up, ballots=tuple(ballot(slot) for slot in slots))
+
+    def test_what_others_gave_up_for_good_is_given_up_although_all_votes_are_known_here(self) -> None:
+        given_up = {1: self.answer(1, 2, given_up=True), 2: self.answer(1, 2, given_up=True)}
+        assert self.settled([0, 1, 2], given_up) == "given_up"
+        assert self.settled([0, 1, 2], {1: self.answer(1, 2), 2: self.answer(1, 2)}) == "committed"
+
+    def test_one_that_is_alone_with_its_vote_is_in_doubt(self) -> None:
+        """The others can't know that it has all votes: without its own they have given it up, or soon will."""
+        assert self.settled([0, 1, 2], {}) == "in_doubt"
+        assert self.settled([0, 1, 2], {1: self.answer(1, 2)}) == "in_doubt"
+        assert self.settled([0, 1, 2], {}, acknowledged=(1,)) == "committed"
+        assert self.settled([0, 1, 2], {1: self.answer(0, 1, 2)}) == "committed"
+
+    def test_no_vote_leaves_once_it_was_given_up(self) -> None:
+        """It would complete the votes of others, who then commit what this member knows to be given up."""
+        sent = []
+
+        class Sending:
+            async def call(self, slot: int, request: Vote, timeout: float) -> str:
+                sent.append(request)
+                return "no answer"
+
+        async def run() -> None:
+            attempt, around = Attempt(proposal(3), (0, 1, 2), 0), Sending()
+            around.membership = SimpleNamespace(peer_timeout=1.0)
+            attempt.fail("another gave up")
+            with pytest.raises(AttemptFailed, match="another gave up"):
+                await attempt.unless_failed(voting.cast_vote(around, attempt, ballot(0)))
+
+        asyncio.run(run())
+        assert sent == []
+
+
+class TestTrainersEnd:
+    """The client, without a process behind it."""
+
+    @pytest.fixture
+    def client(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[HivemindExchange]:
+        """With two fragments, in its place."""
+        monkeypatch.setattr(HivemindExchange, "_keep", lambda self: None)
+        config = parse_config(RunConfig, settings())
+        state = OuterState([4, 4], plugins.build("diloco.outer_optimizers", config.outer.optimizer), max_slots=4)
+        for fragment in state.fragments:
+            fragment.initialize()
+        client = HivemindExchange(config, state, "schema")
+        client._pipe = SimpleNamespace(send=lambda message: None)
+        client._receive(joined(0))
+        yield client
+        client.close()
+
+    def outcome(self, client: HivemindExchange, kind: str) -> RoundOutcome:
+        """Of the state that is staged."""
+        staged = client._state.fragments[0].staged
+        return RoundOutcome(kind, 0, staged.height, digest=staged.digest, rejected=kind == "left_out")
+
+    def test_a_swap_to_a_lineage_that_is_no_higher_is_a_swap(self, client: HivemindExchange) -> None:
+        """A fork that has more tokens may have less height; then the process dies."""
+        state = client._state.fragments[0]
+        state.stage(torch.ones(4))
+        state.commit()
+        client.launch(0, WORK)
+        state.staged_tensors()[0].fill_(7.0)
+        state.seal_received(1, "ab" * 32, Ledger((0,) * 4, tokens=9))
+        client._receive(ipc.Committing(self.outcome(client, "left_out")))
+        state.commit()
+        client._end_launched()
+        assert client.outcome(0).kind == "left_out"
+
+    def test_a_swap_that_was_announced_and_did_not_happen_does_not_count(self, client: HivemindExchange) -> None:
+        """It took over a state, went on to the next round, and died before it could swap that in."""
+        state = client._state.fragments[0]
+        client.launch(0, WORK)
+        for kind in ("left_out", "committed"):
+            state.stage(torch.ones(4))
+            client._receive(ipc.Committing(self.outcome(client, kind)))
+            if kind == "left_out":
+                state.commit()
+        client._end_launched()
+        assert client.outcome(0).kind == "left_out"
+
+    def test_nobody_calls_while_there_is_no_process(self, client: HivemindExchange) -> None:
+        """Otherwise a step would launch a round that is skipped at once, again and again."""
+        client._state.called.fill_(LATE)
+        assert client.is_late(0) and client.called(1)
+        client._present = False
+        assert not client.is_late(0) and not client.called(1)
+
+    def test_a_new_seat_is_taken_once_and_soon(self, client: HivemindExchange) -> None:
+        """The trainer takes all anchors with the first outcome that has it; what it does from then on is work in the new slot."""
+        client._receive(ipc.SeatLost("gone"))
+        client._receive(joined(2))
+        assert client.is_late(0) and client.is_late(1)
+        client.launch(0, WORK)
+        assert client.outcome(0).seat.slot == 2
+        assert not client.is_late(1)
+        client.launch(1, WORK)
+        assert 1 not in client._outcomes, "it went to the exchange process"
+
+
+WORK = Work(100, 0, 10, 5)
+
+
+def joined(slot: int) -> ipc.Joined:
+    return ipc.Joined(Seat(slot), Roster.first([entry(slot)]), "127.0.0.1:0")
+
+
+def test_an_island_has_one_slot() -> None:
+    """Asked for by its old entry as well, it would refuse its own second vote: no slot could be granted any more."""
+    grown = Roster.first([entry(0), entry(1)]).after(entry(3, "peer1", since=1))
+    assert [(each.slot, each.peer) for each in grown.entries] == [(0, "peer0"), (3, "peer1")]
+
+
+def test_a_run_that_has_granted_nothing_has_taken_no_seat() -> None:
+    """The first island, started again and alone (islands: 1), is asked by the others of the run that goes on."""
+
+    async def run(reply: NotAMember) -> bool:
+        class Network:
+            def know(self, *arguments: object) -> None:
+                """Nothing."""
+
+            async def call(self, *arguments: object) -> NotAMember:
+                """The answer of another run."""
+                return reply
+
+        membership = Membership(Network(), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, lambda event: None)
+        membership.make_status = lambda sequence, incarnation: None
+        await membership.exchange_status(membership.members[0])
+        return membership._lost_seat.done() and bool(membership._lost_seat.exception())
+
+    assert not asyncio.run(run(NotAMember(roster_height=0, roster_lineage=bytes(32))))
+    assert asyncio.run(run(NotAMember(roster_height=1, roster_lineage=bytes(32))))
+
+
+def test_the_address_book_may_lie_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """As an identity that is mounted read-only does: it is a shortcut, and no reason to end the exchange process."""
+    AddressBook(str(tmp_path / "missing" / "key"), "test").write(["/ip4/10.0.0.1/tcp/1/p2p/x"])
+
+
+def test_a_claim_beyond_all_bounds_raises_nothing() -> None:
+    assert understated([1e200], [Measured(1.0, 1.0)]) is None
+
+
+def test_an_attempt_on_the_old_state_ends_when_another_is_taken_over() -> None:
+    """Accepted while the state was on its way: its result would be staged on top of the new state, and disagree with all."""
+
+    async def run() -> None:
+        config = parse_config(RunConfig, settings())
+        state = OuterState([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer))
+        state.fragments[0].initialize()
+        membership = Membership(RoundTests.Network(None), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, print)
+        membership.make_status = lambda sequence, incarnation: None
+        around = Surroundings(
+            "test", membership._network, membership, NoCodec(), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
+        )
+        current = Round(around, state.fragments[0], WORK, keep=lambda attempt: None)
+        current._contribution.prepare()
+        current.offering = True
+        claims = (claim(0), current._standing.claim())
+        old = proposal(2).model_copy(update={"claims": claims, "lineage": current._standing.lineage})
+        assert current.consider(old) == ""
+        current._go_on()
+        assert current._attempt is None
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_a_donor_that_sends_no_more_is_followed_by_another(tmp_path: Path) -> None:
+    """It is alive, and its stream is not: the newcomer has swarm.join_timeout for all of it, and must not spend that on one."""
+    islands = [island(tmp_path, 0, [], 2)]
+    islands[0].ask("join")
+    address = eventually(islands[0].address)
+    with running(islands) as started:
+        started.append(island(tmp_path, 1, [address], 2))
+        started[1].ask("join")
+        for each in started:
+            each.answer()
+            each.arm("hang_donation")
+        swarm = Swarm(list(started))
+        swarm.launch(0, 10, [1000.0] * 2)
+        swarm.outcomes(0)
+        started.append(island(tmp_path, 2, [address], 2))
+        started[2].ask("join")
+        eventually(lambda: any(each.fired("hang_donation") for each in started[:2]))
+        for each in started[:2]:
+            each.disarm("hang_donation")
+        assert started[2].answer(timeout=8 * PEER_TIMEOUT).late
+        assert_same(Swarm(started))
+
+
+def island(folder: Path, slot: int, peers: list[str], islands: int) -> Island:
+    keys = {"islands": islands, "slot": slot, "initial_peers": peers}
+    return Island(folder / str(slot), settings(swarm=keys), SIZES)
+
+
+def test_ranks_wait_for_their_seat_as_long_as_rank_0_takes_over_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large state on a slow link takes longer than any limit on the time from one sign of life to the next."""
+    store = dist.HashStore()
+    monkeypatch.setattr(diloco.island, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(diloco.island, "_WAITING_SECONDS", 0.2)
+
+    class Slow:
+        def join(self, waiting: Callable[[], None] = lambda: None) -> Seat:
+            for _ in range(30):
+                time.sleep(0.1)
+                waiting()
+            return Seat(3)
+
+    def take(rank: int) -> Seat:
+        process = SimpleNamespace(rank=rank, world_size=2, store=store)
+        return diloco.island._take_seat(Slow() if rank == 0 else None, process, 0.5)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [seat.slot for seat in pool.map(take, range(2))] == [3, 3]
