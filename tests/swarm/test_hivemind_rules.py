@@ -323,6 +323,7 @@ class TestRound:
         deadline: float,
         passed_seconds: float,
         look: Callable[[Round], None] = lambda current: None,
+        known: messages.Status | None = None,
     ) -> tuple[RoundOutcome, int, int]:
         """Of a round launched that long ago, with one live member that offers nothing; times asked; height after it."""
         config = parse_config(RunConfig, settings())
@@ -347,6 +348,8 @@ class TestRound:
                 background=asyncio.ensure_future,
             )
             current = Round(around, state.fragments[0], Work(100, 0, 10, 5), keep=lambda attempt: None)
+            if known:
+                membership.receive_status(membership.members[1], known.model_copy(update={"sequence": 0}))
             current._started -= passed_seconds
             current._deadline -= passed_seconds
             look(current)
@@ -372,6 +375,16 @@ class TestRound:
     def test_goes_on_without_one_that_is_late_and_says_so(self) -> None:
         outcome, asked, height = self.outcome(self.status(0), deadline=40.0, passed_seconds=21.0)
         assert (outcome.kind, outcome.members, height) == ("committed", (0,), 1) and asked == 1
+
+    def test_goes_on_sooner_without_one_that_is_behind(self) -> None:
+        """It stands elsewhere, so it has more to do than this island had: ``peer_timeout`` (10 s) is what it gets."""
+        elsewhere = Tip(fragment=0, height=0, lineage=bytes([255]) * 32, digest=A, tokens=0)
+        behind = self.status(0).model_copy(update={"tips": (elsewhere,)})
+        outcome, asked, _ = self.outcome(behind, deadline=40.0, passed_seconds=11.0, known=behind)
+        assert (outcome.kind, outcome.members, asked) == ("committed", (0,), 1)
+        at_work = self.status(0)
+        outcome, _, _ = self.outcome(at_work, deadline=21.0, passed_seconds=10.0, known=at_work)
+        assert outcome.exchange_seconds >= 0.5, "half of the deadline is what one gets that is at work"
 
     def test_never_without_one_that_may_have_moved_on(self) -> None:
         """As after a freeze: the last thing heard of the other is old."""

@@ -19,7 +19,6 @@ from diloco.exchange.hivemind.stream import Stream
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings, in_words
 from diloco.outer_state import FragmentState
 
-_LAGGARD_SHARE = 0.5  # of the deadline: how long a round waits for a live member that offers nothing
 _PAUSE_SECONDS = 0.2  # between two attempts
 _LOOK_AGAIN_SECONDS = 1.0
 
@@ -110,7 +109,7 @@ class Round:
         tip = self._standing.tip_to_adopt()
         if tip:
             return await self._catch_up(tip)
-        selection = self._standing.to_propose(self._is_patient())
+        selection = self._standing.to_propose(self._waited())
         if selection and await self._may_go_without_others(selection):
             return self._propose(selection)
         reason = self._reason_to_stop()
@@ -124,8 +123,8 @@ class Round:
         except TimeoutError:
             pass
 
-    def _is_patient(self) -> bool:
-        return time.monotonic() < self._started + _LAGGARD_SHARE * self._around.round_deadline
+    def _waited(self) -> float:
+        return time.monotonic() - self._started
 
     async def _may_go_without_others(self, selection: offers.Selection) -> bool:
         """Ask the live members that the proposal would not name where they stand, and see whether it is still right.
@@ -137,8 +136,8 @@ class Round:
         unnamed = [member for member in self._around.membership.live() if member.slot not in named]
         answers = await asyncio.gather(*(self._around.membership.exchange_status(member) for member in unnamed))
         known = all(answer or not member.awaited for answer, member in zip(answers, unnamed, strict=True))
-        standing, patient = self._standing, self._is_patient()
-        return known and not self._attempt and not standing.tip_to_adopt() and standing.to_propose(patient) == selection
+        standing, waited = self._standing, self._waited()
+        return known and not self._attempt and not standing.tip_to_adopt() and standing.to_propose(waited) == selection
 
     def _reason_to_stop(self) -> str:
         standing, found = self._standing, self._standing.offered()
