@@ -169,13 +169,14 @@ async def come_in(door: Door, network: Network, hello: Hello, known: list[str], 
         JoinError: refused, nobody answers, or not all came in time.
     """
     asking = _Asking(door, network, hello, known)
-    deadline = time.monotonic() + timeout
+    deadline, entered = time.monotonic() + timeout, False
     if door.first:
         await asking.once()  # is it in progress already?
     while not asking.roster and time.monotonic() < deadline:
         if door.first and not asking.in_progress:
-            if not door.came:
+            if not entered:  # after it has asked the others once; some may have come here by then
                 door.enter(network.peer, hello)
+                entered = True
             if door.opened.is_set():
                 assert door.roster is not None
                 return door.roster
