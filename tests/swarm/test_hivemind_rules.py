@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 from typing import Callable, Coroutine
 
 import msgpack
@@ -16,7 +17,7 @@ from diloco.exchange.base import RoundOutcome, Work
 from diloco.exchange.hivemind import messages, voting
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.catch_up import tip_to_adopt
-from diloco.exchange.hivemind.door import Door
+from diloco.exchange.hivemind.door import Door, come_in
 from diloco.exchange.hivemind.membership import Membership
 from diloco.exchange.hivemind.messages import (
     Ballot,
@@ -437,6 +438,15 @@ class TestDoor:
         assert isinstance(door.answer("z", self.hello(who="z")), Queued)
         assert door.answer("x", self.hello(who="x")) == welcome
         assert isinstance(door.answer("x", self.hello(who="x again")), Queued), "a restarted trainer needs a new lease"
+
+    def test_the_first_enters_although_others_came_while_it_asked_around(self) -> None:
+        async def meet() -> Roster:
+            door = Door("test", {"a": "1"}, 3, 2, first=True, tell=lambda event: None)
+            assert door.answer("x", self.hello(who="x")) == messages.Wait(came=1, expected=2)
+            nobody = SimpleNamespace(peer="founder")
+            return await come_in(door, nobody, self.hello(who="founder"), [], timeout=5.0)
+
+        assert {each.peer for each in asyncio.run(meet()).entries} == {"founder", "x"}
 
     def test_a_slot_is_granted_once(self) -> None:
         door = self.door()
