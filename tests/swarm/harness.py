@@ -375,6 +375,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
     ``stop_before_vote``: the whole process stops (SIGSTOP) once all others' votes are there, before it sends its own.
     ``lose_vote_to_<slot>``: the vote for that member gets lost, once.
     ``hang_donation``: half a part of the state is served, and then nothing more.
+    ``slow_donation``: every part of a state takes so many seconds more, as long as the file is there.
     ``garbage_to_<slot>``: :func:`throw_garbage` at that member, in place of a vote for it.
     ``cut``: no message passes between this island and the peers that the file lists, as long as it is there.
     ``cut_after_vote``: the cut, from all, once every other member has acknowledged this island's vote.
@@ -406,6 +407,8 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
         await send_tensor(self, values)
 
     async def send_plain_or_hang(self: Stream, values: Tensor) -> None:
+        if (folder / "slow_donation").exists() and inspect.currentframe().f_back.f_code.co_name == "serve":
+            await asyncio.sleep(float((folder / "slow_donation").read_text()))
         if inspect.currentframe().f_back.f_code.co_name == "serve" and fires("hang_donation"):
             await send_plain(self, values[: values.numel() // 2])
             await asyncio.Event().wait()

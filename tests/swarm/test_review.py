@@ -25,11 +25,13 @@ from diloco.exchange.hivemind import ipc, voting
 from diloco.exchange.hivemind.address_book import AddressBook
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.client import HivemindExchange
+from diloco.exchange.hivemind.donations import Donations
 from diloco.exchange.hivemind.membership import Membership
-from diloco.exchange.hivemind.messages import NotAMember, Settled, Vote
+from diloco.exchange.hivemind.messages import NotAMember, Settled, StateHeader, StateRequest, Tip, Vote
 from diloco.exchange.hivemind.roster import Roster
 from diloco.exchange.hivemind.round import Round
-from diloco.exchange.hivemind.surroundings import Surroundings
+from diloco.exchange.hivemind.rounds import Rounds
+from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
 from diloco.outer_state import LATE, Ledger, OuterState
 from diloco.reduction import CHUNK
 from islands import plugins
@@ -297,3 +299,88 @@ def test_ranks_wait_for_their_seat_as_long_as_rank_0_takes_over_state(monkeypatc
 
     with ThreadPoolExecutor(2) as pool:
         assert [seat.slot for seat in pool.map(take, range(2))] == [3, 3]
+
+
+def test_a_newcomer_for_whom_the_state_takes_longer_than_a_round(tmp_path: Path) -> None:
+    """By the time it has a state, the swarm has the next one: it comes in nevertheless, and is in a round with the others."""
+    islands = [island(tmp_path, 0, [], 2)]
+    islands[0].ask("join")
+    address = eventually(islands[0].address)
+    with running(islands) as started:
+        started.append(island(tmp_path, 1, [address], 2))
+        started[1].ask("join")
+        for each in started:
+            each.answer()
+            each.arm("slow_donation", "1.5")  # twice a part: anchor and momentum
+        swarm = Swarm(list(started))
+        started.append(island(tmp_path, 2, [address], 2))
+        started[2].ask("join")
+        deadline, number = time.monotonic() + 60, 0
+        while not started[2]._pipe.poll(1.0):  # two rounds at least in the time of a transfer
+            assert time.monotonic() < deadline, f"{number} rounds, and it is not in yet"
+            number += 1
+            swarm.launch(0, 10 * number, [1000.0] * 2)
+            assert {outcome.kind for outcome in swarm.outcomes(0)} == {"committed"}
+        assert started[2].answer().late and number > 3
+        everyone = Swarm(started)
+        everyone.launch(0, 500, [1000.0] * 3)
+        assert {(each.kind, each.members) for each in everyone.outcomes(0)} == {("committed", (0, 1, 2))}
+        assert_same(everyone)
+
+
+def test_one_that_takes_from_an_older_state_goes_on_when_another_asks_for_a_newer() -> None:
+    """Else an island that is left out now and then has a newcomer on a slow link start again each time."""
+    state = OuterState([4], plugins.build("diloco.outer_optimizers", parse_config(RunConfig, settings()).outer.optimizer))
+    part, donations, said = state.fragments[0], Donations(), []
+    part.initialize()
+
+    class To:
+        def __init__(self, peer: str) -> None:
+            self.peer = peer
+
+        async def send(self, header: StateHeader) -> None:
+            said.append((self.peer, header.kind))
+
+        async def send_plain(self, values: torch.Tensor) -> None:
+            """Sent."""
+
+        async def wait_for_end(self) -> None:
+            """Ended."""
+
+    def request() -> StateRequest:
+        return StateRequest(fragment=0, height=part.height, lineage=bytes.fromhex(part.lineage), start=0, stop=16)
+
+    async def run() -> None:
+        old = request()
+        await donations.serve(To("slow"), old, part, LastRound())
+        part.stage(torch.ones(4))
+        part.commit()
+        await donations.serve(To("late"), request(), part, LastRound())
+        await donations.serve(To("slow"), old, part, LastRound())
+
+    asyncio.run(run())
+    assert said == [("slow", "state_header"), ("late", "state_header"), ("slow", "state_header")]
+
+
+def test_nobody_waits_for_one_that_could_not_catch_up_within_a_whole_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its link may never be fast enough, and each round would wait half of its deadline."""
+    config = parse_config(RunConfig, settings())
+    state = OuterState([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer))
+    state.fragments[0].initialize()
+
+    async def run() -> list[str]:
+        membership = Membership(RoundTests.Network(None), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, print)
+        around = Surroundings(
+            "test", membership._network, membership, NoCodec(), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
+        )
+        rounds, now, seen = Rounds(around, state, 8, print, started=True), time.monotonic(), []
+        ahead = Tip(fragment=0, height=1, lineage=bytes(32), digest=bytes(32), tokens=100)
+        own = Tip(**{**ahead.model_dump(), "height": 0, "tokens": 0, "lineage": bytes.fromhex(state.fragments[0].lineage)})
+        for seconds, tip in ((0, ahead), (39, ahead), (41, ahead), (42, own)):
+            monkeypatch.setattr(time, "monotonic", lambda: now + seconds)
+            membership.members[0].tips = {0: tip}
+            membership.on_change()
+            seen.append(membership.status().state)
+        return seen
+
+    assert asyncio.run(run()) == ["training", "training", "recovering", "training"]

@@ -16,13 +16,12 @@ from diloco.outer_state import FragmentState
 
 _RECEIVERS_AT_ONCE = 2
 _KEPT_SECONDS = 60.0
+_COPIES = 2  # of a fragment at most: for one whose link is slow, and one that came later
 _PAUSE_SECONDS = 3.0  # between two parts that the same receiver takes
 
 
 @dataclass
 class _Snapshot:
-    height: int
-    lineage: bytes
     tensors: list[Tensor]
     header: StateHeader
     used: float = field(default_factory=time.monotonic)
@@ -30,10 +29,10 @@ class _Snapshot:
 
 
 class Donations:
-    """Copies of agreed state, one a fragment, kept as long as somebody takes from it."""
+    """Copies of agreed state, few a fragment, kept as long as somebody takes from them."""
 
     def __init__(self) -> None:
-        self._snapshots: dict[int, _Snapshot] = {}
+        self._snapshots: dict[tuple[int, int, bytes], _Snapshot] = {}  # by fragment, height and lineage
         self._copying = asyncio.Lock()
 
     async def serve(self, stream: Stream, request: StateRequest, state: FragmentState, last: LastRound) -> None:
@@ -58,15 +57,13 @@ class Donations:
     def forget_unused(self) -> None:
         """Free copies that nobody takes from any more."""
         now = time.monotonic()
-        self._snapshots = {
-            fragment: kept for fragment, kept in self._snapshots.items() if now - kept.used < _KEPT_SECONDS
-        }
+        self._snapshots = {key: kept for key, kept in self._snapshots.items() if now - kept.used < _KEPT_SECONDS}
 
     async def _snapshot(self, request: StateRequest, state: FragmentState, last: LastRound) -> _Snapshot | None:
         wanted = (request.height, request.lineage)
         async with self._copying:
-            kept = self._snapshots.get(request.fragment)
-            if kept and (kept.height, kept.lineage) == wanted:
+            kept = self._snapshots.get((request.fragment, *wanted))
+            if kept:
                 return kept
             if (state.height, bytes.fromhex(state.lineage)) != wanted:
                 return None
@@ -81,9 +78,16 @@ class Donations:
             # What was agreed is only overwritten by the round after the next commit: unchanged lineage, consistent copy.
             if (state.height, bytes.fromhex(state.lineage)) != wanted:
                 return None
-            made = _Snapshot(*wanted, [tensor.view(torch.uint8) for tensor in copy], header)
-            self._snapshots[request.fragment] = made
+            made = _Snapshot([tensor.view(torch.uint8) for tensor in copy], header)
+            self._forget_one(request.fragment)
+            self._snapshots[request.fragment, *wanted] = made
             return made
+
+    def _forget_one(self, fragment: int) -> None:
+        """Make room for another copy of it: the one from which nobody took for longest goes."""
+        copies = [key for key in self._snapshots if key[0] == fragment]
+        if len(copies) >= _COPIES:
+            del self._snapshots[min(copies, key=lambda key: self._snapshots[key].used)]
 
     def _has_room(self, snapshot: _Snapshot, peer: str) -> bool:
         now = time.monotonic()

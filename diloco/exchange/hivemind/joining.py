@@ -12,12 +12,15 @@ from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
 from diloco.outer_state import FragmentState, OuterState
 
 _PAUSE_SECONDS = 0.25
+_MOST_PASSES = 2  # over all fragments: where rounds are shorter than a transfer, the swarm would be ahead after each
 
 
 async def take_over_all(
     around: Surroundings, state: OuterState, patience: float, tell: Callable[[int, int, int], None]
 ) -> None:
     """Take the agreed state of every fragment from the members, until all of it is what the swarm stands on.
+
+    Or was a moment ago: the others wait for a member that trains, so what is missing still comes in its first round.
 
     Args:
         patience: seconds without any progress until it is given up.
@@ -27,7 +30,7 @@ async def take_over_all(
         JoinError: no member has the state, or gives it.
     """
     taken: set[int] = set()
-    problem, progress = "no member has any state yet", time.monotonic()
+    problem, progress, passes = "no member has any state yet", time.monotonic(), 0
 
     def came(fragment: int, done: int, total: int) -> None:
         nonlocal progress
@@ -37,7 +40,7 @@ async def take_over_all(
     while time.monotonic() < progress + patience:
         await asyncio.gather(*(around.membership.exchange_status(member) for member in around.membership.live()))
         wanted = [(part, tip) for part in state.fragments if (tip := _tip(around, part, part.index in taken))]
-        if not wanted and len(taken) == len(state.fragments):
+        if len(taken) == len(state.fragments) and (not wanted or passes >= _MOST_PASSES):
             return
         for part, tip in wanted:
             deadline = time.monotonic() + max(patience, around.round_deadline)
@@ -51,6 +54,7 @@ async def take_over_all(
             around.last_round[part.index] = LastRound(header.members, header.weights, header.excluded)
             taken.add(part.index)
             progress = time.monotonic()
+        passes += len(taken) == len(state.fragments)
         await asyncio.sleep(0 if wanted else _PAUSE_SECONDS)
     raise JoinError(f"this island has slot {around.membership.slot}, and got no state within {patience:g} s: {problem}")
 

@@ -64,6 +64,7 @@ class Rounds:
         self._late = around.membership.own.since > 0
         self._frozen = False
         self._called_since: dict[int, float] = {}
+        self._behind_since: dict[int, float] = {}  # fragments of which the others have another state
         self.granting = Granting(around, max_slots, self._keep)
         around.membership.make_status = self._status
         around.membership.on_change = self._notice
@@ -237,6 +238,8 @@ class Rounds:
     def _standing(self) -> Literal["starting", "training", "recovering", "frozen"]:
         if not self._started:
             return "recovering" if self._late else "starting"
+        if any(time.monotonic() > since + self._around.round_deadline for since in self._behind_since.values()):
+            return "recovering"  # a whole round was not enough to take it over, and the next may not be either
         return "frozen" if self._frozen else "training"
 
     def _tips(self) -> Iterator[Tip]:
@@ -251,13 +254,16 @@ class Rounds:
     def _look_for_calls(self) -> None:
         """Tell the trainer whether the others wait for it to launch a fragment's round, or went on without it."""
         for state in self._state.fragments if self._started else ():
+            if self._newer_tip(state):
+                self._behind_since.setdefault(state.index, time.monotonic())
+            else:
+                self._behind_since.pop(state.index, None)
             idle = state.index not in self._rounds
             self._state.called[state.index] = self._urgency(state) if idle else outer_state.NOT_CALLED
 
     def _urgency(self, state: FragmentState) -> int:
         live = self._around.membership.live()
-        tips = {member.slot: tip for member in live if (tip := member.tips.get(state.index))}
-        if tip_to_adopt(tip_of(state), tips):
+        if state.index in self._behind_since:
             return outer_state.LATE
         next_round = (state.index, state.height + 1, bytes.fromhex(state.lineage))
         if not any(matching(member.offers, *next_round) for member in live):
@@ -265,6 +271,11 @@ class Rounds:
             return outer_state.NOT_CALLED
         waiting = time.monotonic() - self._called_since.setdefault(state.index, time.monotonic())
         return outer_state.LATE if waiting >= self._around.membership.peer_timeout else outer_state.CALLED
+
+    def _newer_tip(self, state: FragmentState) -> Tip | None:
+        live = self._around.membership.live()
+        tips = {member.slot: tip for member in live if (tip := member.tips.get(state.index))}
+        return tip_to_adopt(tip_of(state), tips)
 
     def _member_lost(self, member: Member, reason: str) -> None:
         self.granting.member_lost(member.slot, reason)
