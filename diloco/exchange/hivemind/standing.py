@@ -75,13 +75,10 @@ class Standing:
         return selection if len(selection.claims) >= around.min_islands else None
 
     def _patience_with(self, slot: int) -> float:
-        """How long to wait for a live member: one that stands where this island does is at work, as this one was."""
+        """How long to wait for a live member; not as long for one that has not begun to train when others have agreed."""
         longest = _LAGGARD_SHARE * self._around.round_deadline
-        tip = self._around.membership.members[slot].tips.get(self.fragment)
-        starts = tip is None and self._state.height == 0
-        if starts or (tip and (tip.height, tip.lineage) == (self._state.height, self.lineage)):
-            return longest
-        return min(longest, self._around.membership.peer_timeout)
+        begins = self._around.membership.members[slot].tips.get(self.fragment) is None and self._state.height > 0
+        return min(longest, self._around.membership.peer_timeout) if begins else longest
 
     def objection(self, proposal: Proposal) -> str:
         """Why another's proposal can't be accepted, or an empty string."""
