@@ -14,6 +14,7 @@ def events(cluster: Cluster, slot: int) -> list[str]:
     return [row["what"] for row in cluster.islands[slot].rows("event")]
 
 
+@pytest.mark.slow  # of the test equipment; chaos uses all of it
 @pytest.mark.timeout(120)
 def test_every_fault_leaves_its_trace_and_the_swarm_goes_on(tmp_path: Path) -> None:
     plan = parse_plan(

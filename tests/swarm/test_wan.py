@@ -109,6 +109,7 @@ def test_a_cut_shorter_than_peer_timeout_costs_no_round(pair: Cluster) -> None:
     assert_one_model(pair.islands)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_after_a_cut_longer_than_peer_timeout_both_sides_hold_one_model_again(pair: Cluster) -> None:
     """Each side goes on alone in the meantime (``exchange.min_islands`` is 1), and one of them then follows the other."""
