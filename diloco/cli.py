@@ -10,6 +10,7 @@ from typing import Callable, Sequence
 from diloco.exchange.base import JoinError
 from islands.config_file import ConfigError
 
+NOT_FOUND = 1
 REFUSED = 2
 INTERRUPTED = 130
 
@@ -38,6 +39,39 @@ def launch_command(arguments: Sequence[str]) -> int:
     from diloco.launch import launch
 
     return launch(chosen.config, chosen.overrides, chosen.islands)
+
+
+def status_command(arguments: Sequence[str]) -> int:
+    """show who takes part in a run, and how far everyone is"""
+    parser = _parser(
+        "status",
+        "Show the members of a run as they publish themselves: state, step, round and lineage, speed and links. Works "
+        "from anywhere that reaches one of them, and takes no part. In a terminal the table lives until Ctrl-C; in a pipe "
+        "it is printed once.",
+        "examples:\n"
+        "  diloco status runs/quickstart\n"
+        "  diloco status configs/internet.yaml --key-file ~/keys/my-run.key\n"
+        "  diloco status /ip4/10.0.0.1/tcp/31337/p2p/Qm... --run my-run --json\n\n"
+        "Round and lineage are those of the fragment with the fewest rounds. −N: so many fewer than the furthest. FORK:\n"
+        "another lineage than the one with most tokens, which its island will rejoin. DIFFERS: other bits at the same\n"
+        "lineage, which should never be. (e1): the slot has been given away once. Age: of what the island published.\n\n"
+        "exit code: 0 shown; 1 nobody was found, and what each address said; 2 TARGET or the key can't be used.",
+    )
+    parser.add_argument("target", metavar="TARGET", help="folder of a run, its YAML file, or the address of an island")
+    parser.add_argument("--run", metavar="NAME", help="run.name; an address doesn't tell it")
+    parser.add_argument("--key-file", metavar="FILE", help="the swarm's key; in place of swarm.key_file")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", dest="form", action="store_const", const="json", help="print one JSON object")
+    form.add_argument("--once", dest="form", action="store_const", const="once", help="print the table once")
+    chosen = parser.parse_args(arguments)
+    from diloco.status import NobodyFound, watch
+    from diloco.status_target import find_target
+
+    try:
+        return watch(find_target(chosen.target, chosen.run, chosen.key_file), chosen.form or "live")
+    except NobodyFound as nobody:
+        print(nobody, file=sys.stderr)
+        return NOT_FOUND
 
 
 def report_command(arguments: Sequence[str]) -> int:
@@ -102,6 +136,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": launch_command,
+    "status": status_command,
     "report": report_command,
     "key": key_command,
 }
@@ -167,6 +202,7 @@ def _overview() -> str:
             "",
             "examples:",
             "  diloco launch configs/quickstart.yaml",
+            "  diloco status runs/quickstart",
             "  diloco report runs/quickstart",
         ]
     )

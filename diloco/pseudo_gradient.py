@@ -29,9 +29,12 @@ def pseudo_gradient(anchor: Tensor, local: Tensor, out: Tensor) -> Health:
         torch.sub(anchor[piece], local[piece], out=out[piece])
         wide = out[piece].double()
         total += float(wide @ wide)
-    # Rounded, because it becomes part of what is agreed on, and another number of threads sums in another order.
-    norm = float(f"{total**0.5:.9g}")
-    return Health(norm, finite=total < float("inf"))  # a NaN or an infinity makes the sum so
+    return Health(norm=total**0.5, finite=total < float("inf"))  # a NaN or an infinity makes the sum so
+
+
+def agreeable(norm: float) -> float:
+    """A norm as islands agree on it: to nine digits, as another number of threads sums in another order."""
+    return float(f"{norm:.9g}")
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

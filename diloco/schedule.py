@@ -40,8 +40,8 @@ class StepSchedule:
         return standing
 
     def landed(self, standing: Standing, step: int, tokens: int) -> Standing:
-        """After a round that found the swarm at ``step``, with ``tokens`` counted."""
-        return Standing(step, step) if step > standing.step else standing
+        """After a round that found the swarm at ``step``, with ``tokens`` counted. After a partition that may be back."""
+        return Standing(step, step) if step else standing
 
     def _offset(self, fragment: int) -> int:
         return fragment * self.sync_every // self.num_fragments

@@ -10,7 +10,7 @@ from torch import Tensor
 from diloco.config import ExchangeSection, RunConfig
 from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat, Work
 from diloco.outer_state import Counted, FragmentState, OuterState
-from diloco.pseudo_gradient import Health, cosine, pseudo_gradient
+from diloco.pseudo_gradient import Health, agreeable, cosine, pseudo_gradient
 from diloco.reduction import Codec, chunk_slice, num_chunks, reduce_chunk
 from islands import plugins
 
@@ -118,7 +118,7 @@ class InMemoryExchange:
             meeting = self._hub.open_round(fragment, state.height)
             self._launched[fragment] = _Launched(meeting, health, started)
             if health.finite:
-                counted = Counted(self._slot, work.tokens, work.position, work.step, health.norm)
+                counted = Counted(self._slot, work.tokens, work.position, work.step, agreeable(health.norm))
                 meeting.offers[self._slot] = encoded, counted
             else:
                 meeting.passed.add(self._slot)

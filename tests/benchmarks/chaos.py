@@ -8,7 +8,7 @@ victim at a time: a fault waits until the one before it is overcome.
 Inner steps have a fixed length, most of it asleep: so ``throughput_ratio`` (steps done / steps that the islands had
 time for while they were able to) tells how long they waited, not how many cores they share. Target: 0.95.
 
-    python tests/benchmarks/chaos.py [--quick] [--seconds 600] [--islands 4] [--seed 0] [--sync-every 8s] [--loopback]
+    python tests/benchmarks/chaos.py [--quick] [--seconds 600] [--islands 4] [--seed 0] [--sync-every 12s] [--loopback]
 """
 
 import argparse
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sync-every", default="8s", help="outer.sync_every (8s)")
+    parser.add_argument("--sync-every", default="12s", help="outer.sync_every (12s)")
     parser.add_argument("--loopback", action="store_true", help="no link, even where there could be one")
     arguments = parser.parse_args()
     islands, seconds, recovery = arguments.islands, arguments.seconds, RECOVERY_SECONDS

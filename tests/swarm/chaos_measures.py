@@ -99,9 +99,18 @@ def recovery_seconds(islands: Sequence[Lives], strike: Strike) -> float | None:
         return None
     start = strike.began if strike.fault.kind in _FROM_BEGIN else strike.ended
     slot = strike.fault.islands[0]
-    rounds = (row for life in islands[slot] for row in life.of_kind("round") if row["outcome"] == "committed")
-    back = (row["time"] for row in rounds if slot in row["members"] and row["time"] > start)
+    first: dict[tuple[int, int], float] = {}  # a round that others had ended before is not a sign of recovery
+    for row in _committed(islands):
+        key = (row["fragment"], row["round"])
+        first[key] = min(row["time"], first.get(key, row["time"]))
+    own = (row for row in _committed([islands[slot]]) if slot in row["members"])
+    back = (row["time"] for row in own if first[row["fragment"], row["round"]] > start)
     return next(back, float("inf")) - start
+
+
+def _committed(islands: Sequence[Lives]) -> Iterator[Row]:
+    rows = (row for lives in islands for life in lives for row in life.of_kind("round"))
+    return (row for row in rows if row["outcome"] == "committed")
 
 
 def digests(islands: Sequence[Lives]) -> dict[tuple[int, int], set[str]]:
@@ -115,5 +124,4 @@ def digests(islands: Sequence[Lives]) -> dict[tuple[int, int], set[str]]:
 
 def rounds_committed(islands: Sequence[Lives]) -> int:
     """Rounds that anyone committed."""
-    rows = (row for lives in islands for life in lives for row in life.of_kind("round"))
-    return len({(row["fragment"], row["round"]) for row in rows if row["outcome"] == "committed"})
+    return len({(row["fragment"], row["round"]) for row in _committed(islands)})

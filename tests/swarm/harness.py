@@ -216,6 +216,10 @@ class Island:
         eventually(arrived, lambda: f"no event {what!r} among {seen}")
         return seen
 
+    def alive(self) -> bool:
+        """Whether its trainer is."""
+        return self._process.is_alive()
+
     def kill_trainer(self) -> None:
         """kill -9 of the trainer alone."""
         self._process.kill()

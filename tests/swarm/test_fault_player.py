@@ -14,6 +14,7 @@ def events(cluster: Cluster, slot: int) -> list[str]:
     return [row["what"] for row in cluster.islands[slot].rows("event")]
 
 
+@pytest.mark.slow  # of the test equipment; chaos uses all of it
 @pytest.mark.timeout(120)
 def test_every_fault_leaves_its_trace_and_the_swarm_goes_on(tmp_path: Path) -> None:
     plan = parse_plan(
@@ -36,9 +37,8 @@ def test_every_fault_leaves_its_trace_and_the_swarm_goes_on(tmp_path: Path) -> N
         survivors = cluster.islands[:2]
         cluster.wait_until(lambda: all(island.rows("round")[-1]["members"] == [0, 1] for island in survivors))
     _, _, _, stranger, freeze, slow, kill = player.strikes
-    assert "reset" in events(cluster, 1)
-    for island in cluster.islands:
-        assert any("digests differ" in row["reason"] for row in island.rows("round") if row["outcome"] == "skipped")
+    assert "dropped" in events(cluster, 1)
+    assert any("disagreement" in events(cluster, island) for island in range(3)), "and the next attempt agrees"
     assert "restarted" in events(cluster, 1)
     assert "refused" in events(cluster, 0)
     assert "answered" in stranger.proof

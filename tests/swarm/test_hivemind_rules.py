@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 from typing import Callable, Coroutine
 
 import msgpack
@@ -16,7 +17,7 @@ from diloco.exchange.base import RoundOutcome, Work
 from diloco.exchange.hivemind import messages, voting
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.catch_up import tip_to_adopt
-from diloco.exchange.hivemind.door import Door
+from diloco.exchange.hivemind.door import Door, come_in
 from diloco.exchange.hivemind.membership import Membership
 from diloco.exchange.hivemind.messages import (
     Ballot,
@@ -318,12 +319,20 @@ class TestRound:
             raise Unreachable("no stream")
 
     def outcome(
-        self, reply: messages.Status | None, deadline: float, passed_seconds: float
+        self,
+        reply: messages.Status | None,
+        deadline: float,
+        passed_seconds: float,
+        look: Callable[[Round], None] = lambda current: None,
+        height: int = 0,
     ) -> tuple[RoundOutcome, int, int]:
         """Of a round launched that long ago, with one live member that offers nothing; times asked; height after it."""
         config = parse_config(RunConfig, settings())
         state = OuterState([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer))
         state.fragments[0].initialize()
+        for _ in range(height):
+            state.fragments[0].stage(torch.zeros(4))
+            state.fragments[0].commit()
         network, said = self.Network(reply), []
 
         async def run() -> RoundOutcome:
@@ -345,6 +354,7 @@ class TestRound:
             current = Round(around, state.fragments[0], Work(100, 0, 10, 5), keep=lambda attempt: None)
             current._started -= passed_seconds
             current._deadline -= passed_seconds
+            look(current)
             return await current.run()
 
         return asyncio.run(run()), network.asked, state.fragments[0].height
@@ -368,12 +378,35 @@ class TestRound:
         outcome, asked, height = self.outcome(self.status(0), deadline=40.0, passed_seconds=21.0)
         assert (outcome.kind, outcome.members, height) == ("committed", (0,), 1) and asked == 1
 
+    def test_goes_on_sooner_without_one_that_has_not_begun(self) -> None:
+        """The others have agreed on something, and it has no state yet: ``peer_timeout`` (10 s) is what it gets."""
+        outcome, asked, _ = self.outcome(self.status(0), deadline=40.0, passed_seconds=11.0, height=1)
+        assert (outcome.kind, outcome.members, asked) == ("committed", (0,), 1)
+        outcome, _, _ = self.outcome(self.status(0), deadline=23.0, passed_seconds=11.0)
+        assert outcome.exchange_seconds >= 0.4, "before the first round half of the deadline is what everyone gets"
+
     def test_never_without_one_that_may_have_moved_on(self) -> None:
         """As after a freeze: the last thing heard of the other is old."""
         outcome, asked, height = self.outcome(self.status(1), deadline=3.0, passed_seconds=2.0)
         assert (outcome.kind, height) == ("skipped", 0) and asked >= 1 and "no state came" in outcome.reason
         outcome, asked, height = self.outcome(None, deadline=1.0, passed_seconds=0.6)
         assert (outcome.kind, height) == ("skipped", 0) and asked >= 1
+
+    def test_a_round_that_is_over_or_to_come_is_refused_and_so_is_an_old_attempt(self) -> None:
+        """As when somebody sends an earlier round's proposal once more."""
+        said: list[str] = []
+
+        def look(current: Round) -> None:
+            current._contribution.prepare()
+            current.offering, claims = True, (current.offer().claim, claim(1, norm=0.0))
+            right = dict(claims=claims, weights=(100.0, 100.0), lineage=current.offer().lineage)
+            good = proposal(2).model_copy(update=right)
+            for change in ({"height": 2}, {"lineage": B}, {"attempt": 1}, {"attempt": 1}):
+                said.append(current.consider(good.model_copy(update=change)))
+
+        self.outcome(self.status(0), deadline=1.0, passed_seconds=0.0, look=look)
+        assert "next height is 1" in said[0] and "on lineage" in said[1]
+        assert said[2] == "" and "not later than attempt 1" in said[3]
 
     def test_waits_at_first(self) -> None:
         outcome, asked, height = self.outcome(None, deadline=1.0, passed_seconds=0.0)
@@ -403,6 +436,15 @@ class TestDoor:
         assert isinstance(door.answer("z", self.hello(who="z")), Queued)
         assert door.answer("x", self.hello(who="x")) == welcome
         assert isinstance(door.answer("x", self.hello(who="x again")), Queued), "a restarted trainer needs a new lease"
+
+    def test_the_first_enters_although_others_came_while_it_asked_around(self) -> None:
+        async def meet() -> Roster:
+            door = Door("test", {"a": "1"}, 3, 2, first=True, tell=lambda event: None)
+            assert door.answer("x", self.hello(who="x")) == messages.Wait(came=1, expected=2)
+            nobody = SimpleNamespace(peer="founder")
+            return await come_in(door, nobody, self.hello(who="founder"), [], timeout=5.0)
+
+        assert {each.peer for each in asyncio.run(meet()).entries} == {"founder", "x"}
 
     def test_a_slot_is_granted_once(self) -> None:
         door = self.door()

@@ -41,7 +41,7 @@ def swarm(place: Place) -> Iterator[Swarm]:
     first.ask("join")
     place.first_address = eventually(first.address)
     with running([first]) as started:
-        for slot, name in enumerate(("b", "c"), 1):
+        for slot, name in ((1, "b"), (2, "c")):
             started.append(place.island(name, slot=slot))
             started[-1].ask("join")
         for island in started:
@@ -134,6 +134,24 @@ def test_a_donor_that_dies_half_way_is_followed_by_another(swarm: Swarm, place: 
     commit(swarm, 90, only=survivors)
 
 
+def test_two_come_back_at_once(swarm: Swarm, place: Place) -> None:
+    """Both get their slots and the state while the others go on; neither takes it from the other, who has none yet."""
+    absent = [index for index in range(4) if swarm.islands[index].alive()][-2:]
+    present = [index for index in range(4) if index not in absent and swarm.islands[index].alive()]
+    names = {index: "abcd"[index] for index in absent}
+    for index in absent:
+        swarm.islands[index].kill_trainer()
+    for index in absent:
+        swarm.islands[index] = place.island(names[index], through=[swarm.islands[present[0]].call("address")])
+        swarm.islands[index].ask("join")
+    commit(swarm, 100, only=present)
+    seats = [swarm.islands[index].answer() for index in absent]
+    assert [seat.slot for seat in seats] == absent and all(seat.late for seat in seats)
+    together = sorted([*present, *absent])
+    assert_same(swarm, together)
+    commit(swarm, 110, only=together)
+
+
 def test_islands_that_start_at_the_same_moment_with_the_same_list_are_one_swarm(tmp_path: Path) -> None:
     """Nobody is told who is the first: all have the same list of addresses, and the first in it gives out the slots."""
     islands, addresses = 4, []
@@ -144,7 +162,7 @@ def test_islands_that_start_at_the_same_moment_with_the_same_list_are_one_swarm(
 
     def island(number: int) -> Island:
         own = {"listen": f"127.0.0.1:{ports[number]}", "identity_file": str(tmp_path / f"{number}.key")}
-        keys = {"islands": islands, "initial_peers": addresses, **own}
+        keys = {"islands": islands, "initial_peers": addresses, "join_timeout": 60.0, **own}
         return Island(tmp_path / str(number), settings(swarm=keys), SIZES)
 
     with running(island(number) for number in range(islands)) as started:

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.timeout(240)
 
 def test_a_restarted_island_goes_on_where_the_swarm_is(tmp_path: Path) -> None:
     """Anchor, learning rate and data position are those of the swarm; no sample counts twice; all end together."""
-    steps = 160
-    with Cluster(tmp_path, 3, ["exchange.peer_timeout=5"], steps=steps, step_seconds=0.25) as cluster:
+    steps = 120
+    with Cluster(tmp_path, 3, ["exchange.peer_timeout=5"], steps=steps, step_seconds=0.2) as cluster:
         cluster.wait_until_training()
         cluster.wait_until(lambda: len(cluster.islands[1].rows("step")) >= 13)  # some after its second round
         cluster.islands[1].kill()

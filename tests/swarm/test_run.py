@@ -91,6 +91,7 @@ def test_launch_trains_one_model_on_two_islands_of_two_ranks(run: Run) -> None:
     assert run.living() == []
 
 
+@pytest.mark.slow  # test_rejoin kills one, too
 @pytest.mark.timeout(180)
 def test_an_island_that_is_killed_leaves_the_others_training_at_one_anchor(run: Run) -> None:
     config, steps = run.config(islands=3, ranks=1, steps=250), 250

@@ -92,6 +92,13 @@ def test_recovery_is_the_next_round_that_counts_the_victim() -> None:
     assert measures.recovery_seconds(islands, Strike(parse_fault("restart 1"), began=16, ended=16)) == math.inf
 
 
+def test_a_round_that_was_over_before_and_is_only_recorded_after_a_thaw_is_no_recovery() -> None:
+    late = [life(committed(1, 11.1, [0, 1]), committed(2, 14, [0, 1]), ended=20)]
+    others = [life(committed(1, 5.9, [0, 1]), committed(2, 13.9, [0, 1]), ended=20)]
+    freeze = Strike(parse_fault("freeze 0 for 5s"), began=6, ended=11, proof="seen")
+    assert measures.recovery_seconds([late, others], freeze) == 3
+
+
 def test_digests_of_all_lives_are_compared() -> None:
     same = [[life(committed(1, 5, [0, 1]), ended=9)], [life(committed(1, 5, [0, 1]), ended=6)]]
     assert measures.digests(same) == {(0, 1): {"a"}} and measures.rounds_committed(same) == 1

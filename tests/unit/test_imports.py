@@ -93,7 +93,7 @@ def test_the_algorithm_knows_nothing_of_ours_and_its_plugins_the_configuration_a
 
 
 def test_training_islands_loads_no_hivemind_before_its_process_starts() -> None:
-    modules = loaded("diloco.island", "diloco.cli", "diloco.exchange.in_memory", "diloco.exchange.hivemind")
+    modules = loaded("diloco.island", "diloco.cli", "diloco.status", "diloco.exchange.in_memory", "diloco.exchange.hivemind")
     assert "islands.island" in modules and not of(modules, "hivemind")
 
 

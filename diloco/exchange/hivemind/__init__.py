@@ -1,9 +1,13 @@
 """Islands that are processes anywhere, over hivemind's libp2p daemon and DHT.
 
 In order of reading: ``client`` is the trainer's end of an exchange process, ``process`` its start and ``island`` its
-inside. ``door`` lets islands in, ``membership`` knows who is alive, ``directory`` puts them into the DHT. ``rounds``
-dispatches, a ``round`` goes from launch to outcome: ``offers`` tells who proposes whom, an ``attempt`` counts votes,
-``voting`` casts and settles them, ``scatter_reduce`` and ``catch_up`` move the bytes. ``network``, ``messages``, ``seal``,
+inside. ``door`` lets islands in: at the start by itself, later by ``granting``, a vote on the ``roster``; ``joining`` is how
+a newcomer gets the state. ``membership`` knows who is alive, ``directory`` puts each as a ``member_record`` into the DHT,
+where an ``onlooker`` finds it.
+
+``rounds`` dispatches; a ``round`` goes from launch to its ``ending`` with a ``contribution``; its ``standing`` and the pure
+functions in ``offers`` tell who takes part; an ``attempt`` counts votes, ``voting`` casts and settles them;
+``scatter_reduce`` moves contributions, ``catch_up`` and ``donations`` state. ``network``, ``messages``, ``seal``,
 ``limits``, ``stream``, ``carriers`` and ``daemon`` are the wire.
 """
 

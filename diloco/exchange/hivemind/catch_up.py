@@ -122,6 +122,8 @@ class _Taking:
 
     async def from_donor(self, donor: Member) -> StateHeader:
         """All parts that are missing still. Raises TransferFailed, or what a broken stream raises."""
+        if time.monotonic() >= self._deadline:
+            raise TransferFailed("no time is left")
         lanes = min(self._around.network.lanes(donor.peer), max(1, len(self._missing)))
         fetching = asyncio.ensure_future(all_or_none([self._fetch_parts(donor, lane) for lane in range(lanes)]))
         received, since = self._traffic.received, time.monotonic()

@@ -153,7 +153,7 @@ class HivemindExchange:
             if self._pipe:
                 self._send(ipc.Close())
             self._changed.notify_all()
-        self._keeper.join(_CLOSE_SECONDS)
+        self._keeper.join(_CLOSE_SECONDS + self._config.exchange.peer_timeout)  # it may be needed by those who are behind
         with self._changed:
             if self._process:
                 self._process.kill()

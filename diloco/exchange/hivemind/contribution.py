@@ -5,7 +5,7 @@ from torch import Tensor
 from diloco.exchange.base import Work
 from diloco.exchange.hivemind.messages import Claim, Entry
 from diloco.outer_state import Counted, FragmentState
-from diloco.pseudo_gradient import Health, cosine, pseudo_gradient
+from diloco.pseudo_gradient import Health, agreeable, cosine, pseudo_gradient
 from diloco.reduction import Codec, chunk_slice, num_chunks
 
 
@@ -45,5 +45,5 @@ class Contribution:
             start=self.work.start,
             position=self.work.position,
             step=self.work.step,
-            norm=self.health.norm if self.health.finite else 0.0,
+            norm=agreeable(self.health.norm) if self.health.finite else 0.0,
         )

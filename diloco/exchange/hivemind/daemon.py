@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import ipaddress
-import os
 import socket
 import time
 
@@ -24,7 +23,10 @@ class Daemon(P2P):
 
     @staticmethod
     def _make_process_args(*args, **kwargs) -> list[str]:
-        return dying_with_me(P2P._make_process_args(*args, **kwargs))
+        # libp2p would dial from the port that it listens on. Two islands that dial each other within one round-trip time
+        # would then make one TCP connection with two openers, and its handshake fails at both ends.
+        environment = ["/usr/bin/env", "LIBP2P_TCP_REUSEPORT=false"]
+        return dying_with_me([*environment, *P2P._make_process_args(*args, **kwargs)])
 
     async def died(self) -> str:
         """Wait until the daemon is of no use any more, which P2P itself doesn't notice; returns how it ended."""
@@ -77,9 +79,6 @@ async def start_daemon(listen: str, announce: str, identity_path: str | None, ke
         JoinError: the port is taken.
     """
     await _wait_for_port(listen, key)
-    # libp2p would dial from the port that it listens on. Two islands that dial each other within one round-trip time would
-    # then make one TCP connection with two openers, and its handshake fails at both ends.
-    os.environ["LIBP2P_TCP_REUSEPORT"] = "false"
     return await Daemon.create(
         host_maddrs=[_multiaddr(listen)],
         announce_maddrs=[_multiaddr(announce)] if announce else None,
@@ -91,6 +90,21 @@ async def start_daemon(listen: str, announce: str, identity_path: str | None, ke
         use_ipfs=False,
         startup_timeout=_START_SECONDS,
         persistent_conn_max_msg_size=_MAX_REQUEST_BYTES,
+    )
+
+
+async def start_client() -> Daemon:
+    """Start libp2p that listens nowhere, under a new identity: it reaches others, and nobody reaches it."""
+    return await Daemon.create(
+        host_maddrs=None,
+        no_listen=True,
+        dht_mode="client",
+        use_relay=False,
+        use_auto_relay=False,
+        auto_nat=False,
+        nat_port_map=False,
+        use_ipfs=False,
+        startup_timeout=_START_SECONDS,
     )
 
 

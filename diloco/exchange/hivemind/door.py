@@ -23,6 +23,7 @@ from diloco.exchange.hivemind.settings import difference
 _ASK_AGAIN_SECONDS = 0.25
 _CALL_SECONDS = 5.0
 _GUEST_SILENCE_SECONDS = 10.0
+_MOST_REFUSED_TOLD = 100
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Door:
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     hints: set[str] = field(default_factory=set)
     _guests: dict[str, _Guest] = field(default_factory=dict)
+    _refused: set[str] = field(default_factory=set)
     _inside: tuple[Membership, Granting] | None = None
 
     @property
@@ -61,8 +63,8 @@ class Door:
         return len(self._guests)
 
     def enter(self, peer: str, hello: Hello) -> None:
-        """The first island's own entry, before anyone else's, who may have come while it looked for a run in progress."""
-        self._guests = {peer: _Guest(hello, asked=math.inf), **self._guests}
+        """The first island's own entry, before anyone else's."""
+        self._guests[peer] = _Guest(hello, asked=math.inf)
         self._open_if_complete()
 
     def open(self, roster: Roster) -> None:
@@ -74,12 +76,16 @@ class Door:
         """From now on this island is a member, and votes on who comes in."""
         self._inside = membership, granting
 
+    def hint(self, peer: str) -> None:
+        """A peer takes this island for a member: it may be one itself, of a run in progress."""
+        if len(self.hints) < self.max_slots:
+            self.hints.add(peer)
+
     def answer(self, peer: str, hello: Hello) -> Reply:
         """Grant a slot, ask for patience, or refuse with a reason that says what to do."""
         reason = self._objection(hello)
         if reason:
-            self.tell(ExchangeEvent("refused", f"{peer}: {reason}"))
-            return Refused(reason=reason)
+            return self._refuse(peer, reason)
         return self._answer_in_progress(peer, hello) if self.opened.is_set() else self._answer_at_start(peer, hello)
 
     def _answer_at_start(self, peer: str, hello: Hello) -> Reply:
@@ -87,9 +93,10 @@ class Door:
             return Elsewhere(addresses=self.first_addresses)
         self._forget_silent()
         reason = self._slot_objection(peer, hello.slot)
+        if not reason and peer not in self._guests and self.came >= self.max_slots:
+            reason = f"{self.came} islands are waiting here, for the swarm.max_slots={self.max_slots} slots of the run"
         if reason:
-            self.tell(ExchangeEvent("refused", f"{peer}: {reason}"))
-            return Refused(reason=reason)
+            return self._refuse(peer, reason)
         self._guests[peer] = _Guest(hello, time.monotonic())
         self._open_if_complete()
         return Wait(came=self.came, expected=self.expected)
@@ -106,6 +113,13 @@ class Door:
         if member := membership.of_peer(peer):
             membership.restarted(member, hello.ticket)
         return Queued(addresses=addresses, reason=granting.ask(peer, hello))
+
+    def _refuse(self, peer: str, reason: str) -> Refused:
+        """Told once a peer, however often it asks; and not for ever, as anyone can have many peer ids."""
+        if peer not in self._refused and len(self._refused) < _MOST_REFUSED_TOLD:
+            self._refused.add(peer)
+            self.tell(ExchangeEvent("refused", f"{peer}: {reason}"))
+        return Refused(reason=reason)
 
     def _objection(self, hello: Hello) -> str:
         if hello.run != self.run:
@@ -155,13 +169,14 @@ async def come_in(door: Door, network: Network, hello: Hello, known: list[str], 
         JoinError: refused, nobody answers, or not all came in time.
     """
     asking = _Asking(door, network, hello, known)
-    deadline = time.monotonic() + timeout
+    deadline, entered = time.monotonic() + timeout, False
     if door.first:
         await asking.once()  # is it in progress already?
     while not asking.roster and time.monotonic() < deadline:
         if door.first and not asking.in_progress:
-            if not door.opened.is_set():
+            if not entered:  # after it has asked the others once; some may have come here by then
                 door.enter(network.peer, hello)
+                entered = True
             if door.opened.is_set():
                 assert door.roster is not None
                 return door.roster

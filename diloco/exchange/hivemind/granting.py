@@ -13,6 +13,7 @@ from diloco.exchange.hivemind.roster import Roster, next_entry
 from diloco.exchange.hivemind.surroundings import Surroundings, in_words
 
 _GUEST_SILENCE_SECONDS = 5.0
+_MOST_GUESTS = 64
 _LOOK_SECONDS = 0.25
 _LEASE_TIMEOUTS = 4.0  # times peer_timeout: how long a silent island keeps its slot
 _SHORTEST_LEASE_SECONDS = 60.0
@@ -43,6 +44,8 @@ class Granting:
         entry = self._entry_for(peer, hello)
         if isinstance(entry, str):
             return entry
+        if peer not in self._guests and len(self._guests) >= _MOST_GUESTS:
+            return f"{_MOST_GUESTS} others are waiting for a slot"
         self._guests[peer] = _Guest(hello, time.monotonic())
         return ""
 

@@ -25,6 +25,7 @@ from islands import plugins
 from islands.config_file import parse_config
 
 _END_SECONDS = 2.0
+_LOOK_SECONDS = 0.2
 _logger = logging.getLogger(__name__)
 
 
@@ -41,7 +42,7 @@ async def take_part(pipe: Connection, start: ipc.Start) -> None:
     """
     island = _Island(pipe, start)
     work = asyncio.create_task(island.run())
-    closed = asyncio.create_task(island.closed.wait())
+    closed = asyncio.create_task(island.done())
     try:
         await asyncio.wait({work, closed}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -99,17 +100,22 @@ class _Island:
             tasks.create_task(rounds.granting.run())
             tasks.create_task(self._report_refused(network))
             tasks.create_task(self._remember_addresses())
-            tasks.create_task(
-                publish_for_ever(
-                    self._daemon, self._config.run.name, membership, self._start.state, self._authorizer()
-                )
-            )
+            tasks.create_task(publish_for_ever(self._daemon, self._config.run.name, membership, self._authorizer()))
             seat = await self._take_seat(around, addresses[0])
             self._send(ipc.Joined(seat, membership.roster, self._listen(addresses[0])))
             tasks.create_task(rounds.watch_trainer())
             while True:
                 launch = await self._launches.get()
                 tasks.create_task(rounds.launch(launch.fragment, launch.work))
+
+    async def done(self) -> None:
+        """Wait until the trainer has said that it leaves, and those who are behind have got the state: nobody may be left."""
+        await self.closed.wait()
+        if self._rounds and self._started:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._membership.peer_timeout):
+                    while self._rounds.is_needed():
+                        await asyncio.sleep(_LOOK_SECONDS)
 
     def tell_seat_lost(self, error: SeatLost) -> None:
         """The trainer will start this process again, as a newcomer."""
@@ -226,7 +232,7 @@ class _Island:
             return messages.NotAMember(roster_height=roster.height, roster_lineage=roster.lineage)
         if member is None:  # it may be a member who heard earlier that all are there, or one of a run in progress
             if isinstance(request, messages.Status):
-                self._door.hints.add(peer)
+                self._door.hint(peer)
             return messages.Refused(reason="not a member of this run; say hello first")
         return await self._rounds.answer(member, request)
 

@@ -15,6 +15,7 @@ from diloco.exchange.hivemind.roster import Roster
 _LONGEST_INTERVAL_SECONDS = 5.0
 _LEAVE_SECONDS = 1.0
 _TELL_AGAIN_SECONDS = 0.5
+_NEW_SHARE = 0.25  # of the last answer's time in what counts as typical
 
 
 
@@ -31,6 +32,7 @@ class Member:
         tips: where its agreed state stands, by fragment.
         offers: what it offers to the rounds in progress, by fragment.
         awaited: rounds wait for it: it trains or is about to, and does not take over state.
+        rtt: seconds that its answers to a status take, smoothed; None before the first.
     """
 
     slot: int
@@ -41,6 +43,7 @@ class Member:
     left: bool = False
     away: bool = False
     heard: float = field(default_factory=time.monotonic)
+    rtt: float | None = None
     status: Status | None = None
     tips: dict[int, Tip] = field(default_factory=dict)
     offers: dict[int, Offer] = field(default_factory=dict)
@@ -52,6 +55,10 @@ class Member:
     def forget(self) -> None:
         """It was started again: what it said before says nothing about it now."""
         self.away, self.awaited, self.status, self.tips, self.offers = True, False, None, {}, {}
+
+    def answered_within(self, seconds: float) -> None:
+        """So long an answer took just now."""
+        self.rtt = seconds if self.rtt is None else self.rtt + _NEW_SHARE * (seconds - self.rtt)
 
 
 class SeatLost(Exception):
@@ -179,6 +186,7 @@ class Membership:
         Returns:
             False where there is no answer within an interval, or it does not take this island for a member yet.
         """
+        asked = time.monotonic()
         try:
             reply = await self._network.call(member.peer, self.status(), self.interval)
         except Unreachable as error:
@@ -191,6 +199,7 @@ class Membership:
             if member.status:  # it was started again, and is not a member yet
                 self.restarted(member, b"")
             return False
+        member.answered_within(time.monotonic() - asked)
         self.receive_status(member, reply)
         self._network.learn_carriers(member.peer, reply.carriers, answered=True)
         return True

@@ -20,7 +20,7 @@ def main(pipe: Connection, start: ipc.Start) -> None:
     os.setsid()  # Ctrl-C in the terminal is the trainer's to handle; it then says Close
     die_with_parent(start.parent_pid)
     torch.set_num_threads(1)
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # read when hivemind is imported, for its daemon too
+    quiet_hivemind()
     try:
         from diloco.exchange.hivemind.island import take_part
 
@@ -31,6 +31,11 @@ def main(pipe: Connection, start: ipc.Start) -> None:
         pipe.send(ipc.Crashed(traceback.format_exc()))
         _exit(1)
     _exit(0)
+
+
+def quiet_hivemind() -> None:
+    """Have hivemind and its daemon print nothing, unless the user wants them to; before hivemind is imported."""
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
 
 
 def _exit(code: int) -> NoReturn:

@@ -2,26 +2,23 @@
 
 import asyncio
 import time
-from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Callable, Iterator
+from typing import Callable
 
 from diloco.exchange.base import RoundOutcome, Work
 from diloco.exchange.hivemind import offers, voting
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.catch_up import take_over
 from diloco.exchange.hivemind.contribution import Contribution
-from diloco.exchange.hivemind.ipc import Committing
+from diloco.exchange.hivemind.ending import Ending
 from diloco.exchange.hivemind.messages import Ack, Ballot, ContributionHeader, LeftOut, Offer, Proposal, StateHeader, Tip
 from diloco.exchange.hivemind.scatter_reduce import NotFinite, ScatterReduce
 from diloco.exchange.hivemind.standing import DAMAGED, Standing
-from diloco.exchange.hivemind.stream import Stream, Traffic
+from diloco.exchange.hivemind.stream import Stream
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings, in_words
-from diloco.outer_state import FragmentState, Ledger
+from diloco.outer_state import FragmentState
 
-_LAGGARD_SHARE = 0.5  # of the deadline: how long a round waits for a live member that offers nothing
 _PAUSE_SECONDS = 0.2  # between two attempts
 _LOOK_AGAIN_SECONDS = 1.0
 
@@ -43,16 +40,14 @@ class Round:
         self._around, self._state, self._keep = around, state, keep
         self._contribution = Contribution(state, around.codec, work)
         self._standing = Standing(around, state, self._contribution)
+        self._ending = Ending(around, state, self._contribution)
         self.offering = self.passes = False
         self._attempt: Attempt | None = None
         self._following: Attempt | None = None  # a proposal accepted while the one before it is being settled
         self._last_attempt = 0
-        self._left_out: RoundOutcome | None = None  # a round that this one went on from
         self._trouble = ""  # what went wrong last
         self._started = time.monotonic()
         self._deadline = self._started + around.round_deadline
-        self._traffic = Traffic()
-        self._seconds: Counter[str] = Counter()
         self._changed = asyncio.Event()
 
     async def run(self) -> RoundOutcome:
@@ -114,11 +109,11 @@ class Round:
         tip = self._standing.tip_to_adopt()
         if tip:
             return await self._catch_up(tip)
-        selection = self._standing.to_propose(self._is_patient())
+        selection = self._standing.to_propose(self._waited())
         if selection and await self._may_go_without_others(selection):
             return self._propose(selection)
         reason = self._reason_to_stop()
-        return self._skipped(reason) if reason else None
+        return self._ending.skipped(reason) if reason else None
 
     async def _wait_for_change(self) -> None:
         left = max(0.0, self._deadline - time.monotonic())
@@ -128,8 +123,8 @@ class Round:
         except TimeoutError:
             pass
 
-    def _is_patient(self) -> bool:
-        return time.monotonic() < self._started + _LAGGARD_SHARE * self._around.round_deadline
+    def _waited(self) -> float:
+        return time.monotonic() - self._started
 
     async def _may_go_without_others(self, selection: offers.Selection) -> bool:
         """Ask the live members that the proposal would not name where they stand, and see whether it is still right.
@@ -141,8 +136,8 @@ class Round:
         unnamed = [member for member in self._around.membership.live() if member.slot not in named]
         answers = await asyncio.gather(*(self._around.membership.exchange_status(member) for member in unnamed))
         known = all(answer or not member.awaited for answer, member in zip(answers, unnamed, strict=True))
-        standing, patient = self._standing, self._is_patient()
-        return known and not self._attempt and not standing.tip_to_adopt() and standing.to_propose(patient) == selection
+        standing, waited = self._standing, self._waited()
+        return known and not self._attempt and not standing.tip_to_adopt() and standing.to_propose(waited) == selection
 
     def _reason_to_stop(self) -> str:
         standing, found = self._standing, self._standing.offered()
@@ -190,7 +185,7 @@ class Round:
             self._state.dtype,
             proposal.weights,
             proposal.claims.index(self._standing.claim()),
-            self._traffic,
+            self._ending.traffic,
             lambda position: self._around.network.lanes(proposal.claims[position].peer),
             lambda position, lane, lanes: self._open_stream(proposal, position, lane, lanes),
         )
@@ -208,10 +203,10 @@ class Round:
 
     async def _open_stream(self, proposal: Proposal, position: int, lane: int, lanes: int) -> Stream:
         header = ContributionHeader(proposal=proposal.id(), lane=lane, lanes=lanes)
-        return await self._around.network.open_stream(proposal.claims[position].peer, header, self._traffic, lane)
+        return await self._around.network.open_stream(proposal.claims[position].peer, header, self._ending.traffic, lane)
 
     async def _try(self, attempt: Attempt) -> RoundOutcome | None:
-        with self._timed("transfer"):
+        with self._ending.timed("transfer"):
             try:
                 await self._transfer_and_vote(attempt)
                 return self._commit(attempt)
@@ -226,13 +221,13 @@ class Round:
                 return self._commit(attempt)
         if settled == "in_doubt":  # going on without them would fork, if they committed it
             attempt.transfer, self._attempt = None, None
-            return self._skipped(f"in doubt whether the others committed it: {failure.reason}")
+            return self._ending.skipped(f"in doubt whether the others committed it: {failure.reason}")
         failure = await self._standing.learn_from(attempt, failure)
         attempt.transfer = None
         self._trouble = failure.reason
         self._attempt, self._following = self._following, None
         if failure.final or time.monotonic() >= self._deadline:
-            return self._skipped(failure.reason)
+            return self._ending.skipped(failure.reason)
         self._around.membership.publish()
         await asyncio.sleep(_PAUSE_SECONDS)
         self.notice()
@@ -264,30 +259,30 @@ class Round:
         standing.tell_excluded([each for each in proposal.excluded if each.claim.slot not in standing.convicted])
         excluded = tuple(LeftOut(slot=each.claim.slot, rule=each.rule) for each in proposal.excluded)
         last = LastRound(attempt.members, proposal.weights, excluded)
-        return self._swap("committed", last, cosine=self._contribution.cosine)
+        return self._ending.swap("committed", last, cosine=self._contribution.cosine)
 
     async def _catch_up(self, tip: Tip) -> RoundOutcome | None:
-        with self._timed("recovering"):
-            taken = await take_over(self._around, self._state, tip, self._traffic, self._deadline)
+        with self._ending.timed("recovering"):
+            taken = await take_over(self._around, self._state, tip, self._ending.traffic, self._deadline)
         if isinstance(taken, str):
             self._trouble = f"at height {self._state.height}, the others at {tip.height}, and no state came: {taken}"
             if time.monotonic() >= self._deadline:
-                return self._skipped(self._trouble)
+                return self._ending.skipped(self._trouble)
             await asyncio.sleep(_PAUSE_SECONDS)
             self.notice()
             return None
         last = LastRound(taken.members, taken.weights, taken.excluded)
         if self._was_counted(taken):
-            return self._swap("committed", last)
+            return self._ending.swap("committed", last)
         rules, reason = self._why_left_out(tip, last)
         if not rules and self._may_go_on(taken):
             # What it offers is the same to the anchor that it took over: it moves there with this island's work on top. If
             # this process dies now, the trainer can only take the anchor.
-            self._left_out = self._swap("left_out", last, reason=reason, rejected=True)
+            self._ending.left_out = self._ending.swap("left_out", last, reason=reason, rejected=True)
             self._go_on()
             return None
-        rejected = bool(rules) or self._standing.damaged or self._left_out is not None
-        outcome = self._swap("left_out", last, reason=reason, rejected=rejected)
+        rejected = bool(rules) or self._standing.damaged or self._ending.left_out is not None
+        outcome = self._ending.swap("left_out", last, reason=reason, rejected=rejected)
         self.passes = self._standing.others_wait(outcome.height + 1, bytes.fromhex(self._state.lineage))
         return outcome
 
@@ -316,6 +311,7 @@ class Round:
         return fits and standing.others_wait(staged.height + 1, bytes.fromhex(staged.lineage))
 
     def _go_on(self) -> None:
+        self._contribution.work = replace(self._contribution.work, step=self._around.step(self._state.ledger))
         self._give_up_open("this island has taken over another state")
         self._standing.begin()
         self._last_attempt, self._trouble = 0, ""
@@ -330,53 +326,3 @@ class Round:
                 attempt.transfer = None
                 self._around.background(voting.settle(self._around, attempt, AttemptFailed(reason)))
         self._attempt = self._following = None
-
-    def _swap(self, kind: str, last: LastRound, **details: object) -> RoundOutcome:
-        staged = self._state.staged
-        outcome = self._outcome(
-            kind,
-            staged.height,
-            staged.ledger,
-            members=last.members,
-            weights=last.weights,
-            digest=staged.digest,
-            **details,
-        )
-        self._around.report(Committing(outcome))
-        self._state.commit()
-        self._around.last_round[self._state.index] = last
-        self._around.membership.publish()
-        return outcome
-
-    def _skipped(self, reason: str) -> RoundOutcome:
-        if self._left_out:  # the state has moved
-            return replace(self._left_out, reason=f"{self._left_out.reason}; then {reason}")
-        return self._outcome("skipped", self._state.height, self._state.ledger, reason=reason)
-
-    def _outcome(self, kind: str, height: int, ledger: Ledger, **details: object) -> RoundOutcome:
-        seconds = time.monotonic() - self._started
-        transfer, recovering = self._seconds["transfer"], self._seconds["recovering"]
-        return RoundOutcome(
-            kind,
-            self._state.index,
-            height,
-            bytes_sent=self._traffic.sent,
-            bytes_received=self._traffic.received,
-            exchange_seconds=seconds,
-            pseudo_gradient_norm=self._contribution.health.norm,
-            position=ledger.positions[self._around.membership.slot],
-            step=self._around.step(ledger) if kind == "left_out" else ledger.step,
-            tokens=ledger.tokens,
-            waiting_seconds=max(0.0, seconds - transfer - recovering),
-            transfer_seconds=transfer,
-            recovering_seconds=recovering,
-            **details,
-        )
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[what] += time.monotonic() - started

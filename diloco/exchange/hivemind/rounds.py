@@ -91,6 +91,12 @@ class Rounds:
         self._around.membership.publish()
         self._end(Ended(outcome))
 
+    def is_needed(self) -> bool:
+        """Whether a member that takes part has less of some fragment than this island."""
+        own = {state.index: state.ledger.tokens for state in self._state.fragments}
+        tips = (tip for member in self._around.membership.awaited() for tip in member.tips.values())
+        return any(tip.tokens < own[tip.fragment] for tip in tips if tip.fragment in own)
+
     async def watch_trainer(self) -> None:
         """Notice for ever whether the trainer stands still (stopped, swapped out): others need not wait for it then."""
         beat, last = int(self._state.beat), time.monotonic()

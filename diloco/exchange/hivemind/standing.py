@@ -14,6 +14,8 @@ from diloco.outer_state import FragmentState
 NOT_FINITE = "own pseudo-gradient is not finite"
 DAMAGED = "its copy of the agreed state was damaged in memory"
 
+_LAGGARD_SHARE = 0.5  # of the deadline: how long a round waits for a live member that offers nothing
+
 
 class Standing:
     """What is known about the round that follows this island's agreed state.
@@ -58,19 +60,25 @@ class Standing:
         tips = {member.slot: tip for member in live if (tip := member.tips.get(self.fragment))}
         return tip_to_adopt(None if self.damaged else tip_of(self._state), tips)
 
-    def to_propose(self, patient: bool) -> offers.Selection | None:
+    def to_propose(self, waited: float) -> offers.Selection | None:
         """What this island has to propose now, if it is the one to do so: the first of those who take part.
 
         Args:
-            patient: wait for those who offer nothing.
+            waited: seconds for which it has waited for those who offer nothing.
         """
-        if patient and not all(self.offered().values()):
+        if any(waited < self._patience_with(slot) for slot, offer in self.offered().items() if offer is None):
             return None
         around, typical = self._around, self._state.ledger.typical_norm
         selection = offers.select(self._candidates(), self.convicted, typical, around.max_weight_ratio)
         if selection is None or selection.claims[0].slot != around.membership.slot:
             return None
         return selection if len(selection.claims) >= around.min_islands else None
+
+    def _patience_with(self, slot: int) -> float:
+        """How long to wait for a live member; not as long for one that has not begun to train when others have agreed."""
+        longest = _LAGGARD_SHARE * self._around.round_deadline
+        begins = self._around.membership.members[slot].tips.get(self.fragment) is None and self._state.height > 0
+        return min(longest, self._around.membership.peer_timeout) if begins else longest
 
     def objection(self, proposal: Proposal) -> str:
         """Why another's proposal can't be accepted, or an empty string."""

@@ -1,4 +1,4 @@
-"""What a review found: each of these was wrong once."""
+"""Races and corners of the exchange, each of which was wrong once."""
 
 import asyncio
 import os
