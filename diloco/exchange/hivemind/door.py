@@ -91,6 +91,8 @@ class Door:
     def _answer_at_start(self, peer: str, hello: Hello) -> Reply:
         if not self.first:
             return Elsewhere(addresses=self.first_addresses)
+        if not self._guests:  # this island itself is not in: no slots may be given out without it, nor the one that it wants
+            return Wait(came=0, expected=self.expected)
         self._forget_silent()
         reason = self._slot_objection(peer, hello.slot)
         if not reason and peer not in self._guests and self.came >= self.max_slots:
