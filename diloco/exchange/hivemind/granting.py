@@ -52,6 +52,8 @@ class Granting:
     def consider(self, grant: Grant) -> str:
         """Accept another member's proposal; returns why not, or an empty string."""
         roster = self._around.membership.roster
+        if self._attempt and self._attempt.id == grant.id():
+            return ""  # sent again, as the answer got lost
         if (grant.height, grant.lineage) != (roster.height + 1, roster.lineage):
             return f"this island's member list has height {roster.height}"
         if self._attempt and not self._attempt.frozen:

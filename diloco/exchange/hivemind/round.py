@@ -90,6 +90,8 @@ class Round:
 
     def consider(self, proposal: Proposal) -> str:
         """Accept a proposal; returns why not, or an empty string."""
+        if proposal.id() in {attempt.id for attempt in (self._attempt, self._following) if attempt}:
+            return ""  # sent again, as the answer got lost
         if not self.offering:
             return "nothing is offered to this round now"
         if proposal.attempt <= self._last_attempt:
