@@ -35,6 +35,7 @@ from diloco.exchange.hivemind.network import Unreachable
 from diloco.exchange.hivemind.offers import claim_objection, judge, odd_ones, proposal_objection, select
 from diloco.exchange.hivemind.roster import Roster, next_entry
 from diloco.exchange.hivemind.round import Round
+from diloco.exchange.hivemind.rounds import Rounds
 from diloco.exchange.hivemind.settings import difference, shared_settings
 from diloco.exchange.hivemind.surroundings import Surroundings
 from diloco.outer_state import Ledger, OuterState
@@ -466,6 +467,33 @@ class TestDoor:
     def test_others_point_to_the_first(self) -> None:
         door = Door("test", {"a": "1"}, 3, 3, first=False, tell=lambda event: None, first_addresses=("there",))
         assert door.answer("x", self.hello()) == messages.Elsewhere(addresses=("there",))
+
+
+class TestVotes:
+    """What is taken for a vote."""
+
+    def answered(self, evidence: int) -> messages.Reply:
+        """To a vote of island 1, on a proposal of two, with so many pieces of evidence."""
+        config = parse_config(RunConfig, settings())
+        state = OuterState([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer))
+
+        async def run() -> messages.Reply:
+            membership = Membership(TestRound.Network(None), Roster.first([entry(0), entry(1)]), entry(0).ticket, 10.0, print)
+            around = Surroundings(
+                "test", membership._network, membership, NoCodec(), 40.0, 1, 10.0, True, report=print, background=print
+            )
+            rounds, attempt = Rounds(around, state, 8, print, started=True), Attempt(proposal(2), (0, 1), 0)
+            rounds._keep(attempt)
+            seen = (Evidence(square=1.0, along=1.0),) * evidence
+            vote = messages.Vote(proposal=attempt.id, digest=A, mean_square=1.0, evidence=seen)
+            return await rounds.answer(membership.members[1], vote)
+
+        return asyncio.run(run())
+
+    def test_one_without_evidence_of_each_member_is_none(self) -> None:
+        """Nobody could be judged by the votes of such an attempt, so nobody may commit it."""
+        assert isinstance(self.answered(2), messages.Ack)
+        assert "evidence" in self.answered(0).reason and "evidence" in self.answered(3).reason
 
 
 class TestRoster:

@@ -74,5 +74,4 @@ def late_seat(around: Surroundings, state: OuterState, address: str) -> Seat:
 
 
 def _tip(around: Surroundings, part: FragmentState, has_own: bool) -> Tip | None:
-    live = around.membership.live()
-    return tip_to_adopt(tip_of(part) if has_own else None, {member.slot: tip for member in live if (tip := member.tips.get(part.index))})
+    return tip_to_adopt(tip_of(part) if has_own else None, around.membership.tips(part.index))

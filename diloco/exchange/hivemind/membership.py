@@ -18,8 +18,6 @@ _TELL_AGAIN_SECONDS = 0.5
 _NEW_SHARE = 0.25  # of the last answer's time in what counts as typical
 
 
-
-
 @dataclass
 class Member:
     """Another island, as this one sees it.
@@ -125,6 +123,10 @@ class Membership:
     def awaited(self) -> list[Member]:
         """Those of them for whom rounds wait."""
         return [member for member in self.live() if member.awaited]
+
+    def tips(self, fragment: int) -> dict[int, Tip]:
+        """Where the live members stand, by slot; without those that have no state yet."""
+        return {member.slot: tip for member in self.live() if (tip := member.tips.get(fragment))}
 
     def silent_seconds(self) -> dict[int, float]:
         """Slots whose holder is not there, and for how long; one that left is gone for ever."""

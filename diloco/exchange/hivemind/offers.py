@@ -6,7 +6,7 @@ The proposer chooses by them, and every member checks by them what was proposed.
 from dataclasses import dataclass
 from typing import Collection, Iterable, Mapping, Sequence
 
-from diloco.contributions import Size, capped_weights, most_opposite, too_large, understated, Measured
+from diloco.contributions import Measured, Size, capped_weights, most_opposite, too_large, understated
 from diloco.exchange.hivemind.messages import Ballot, Claim, Excluded, Offer, Proposal, StateHeader
 from diloco.exchange.hivemind.roster import Roster
 from diloco.outer_state import Counted, Ledger

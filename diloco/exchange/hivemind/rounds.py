@@ -195,6 +195,8 @@ class Rounds:
         attempt = self._attempts.get(vote.proposal)
         if attempt is None or not attempt.names(member.slot):
             return Refused(reason="no such proposal is open here")
+        if len(vote.evidence) != (len(attempt.members) if isinstance(attempt.proposal, Proposal) else 0):
+            return Refused(reason="its evidence is not one for each member")  # without it nobody could be judged
         ballot = Ballot(
             slot=member.slot, digest=vote.digest, mean_square=vote.mean_square, evidence=vote.evidence
         )
@@ -273,9 +275,7 @@ class Rounds:
         return outer_state.LATE if waiting >= self._around.membership.peer_timeout else outer_state.CALLED
 
     def _newer_tip(self, state: FragmentState) -> Tip | None:
-        live = self._around.membership.live()
-        tips = {member.slot: tip for member in live if (tip := member.tips.get(state.index))}
-        return tip_to_adopt(tip_of(state), tips)
+        return tip_to_adopt(tip_of(state), self._around.membership.tips(state.index))
 
     def _member_lost(self, member: Member, reason: str) -> None:
         self.granting.member_lost(member.slot, reason)

@@ -56,8 +56,7 @@ class Standing:
 
     def tip_to_adopt(self) -> Tip | None:
         """The state that the swarm stands on, where this island does not."""
-        live = self._around.membership.live()
-        tips = {member.slot: tip for member in live if (tip := member.tips.get(self.fragment))}
+        tips = self._around.membership.tips(self.fragment)
         return tip_to_adopt(None if self.damaged else tip_of(self._state), tips)
 
     def to_propose(self, waited: float) -> offers.Selection | None:
