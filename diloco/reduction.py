@@ -16,7 +16,13 @@ _BOUNDLESS = 1e300
 
 
 class Codec(Protocol):
-    """How a flat tensor becomes bytes. Deterministic: equal input gives equal bytes on every machine."""
+    """How a flat tensor becomes bytes. Deterministic: equal input gives equal bytes on every machine.
+
+    Attributes:
+        bits: about how many a parameter takes, the same number everywhere: members choose by it how they send.
+    """
+
+    bits: float
 
     def encode(self, values: Tensor) -> Tensor:
         """A flat floating-point tensor as a uint8 tensor; it may share the input's memory."""

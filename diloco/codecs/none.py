@@ -18,6 +18,8 @@ class Config(CodecSection):
 class NoCodec:
     """Bytes are the values' own memory: nothing is copied, nothing is lost."""
 
+    bits = 32.0
+
     def encode(self, values: Tensor) -> Tensor:
         """See :class:`diloco.reduction.Codec`."""
         return values.contiguous().view(torch.uint8)
