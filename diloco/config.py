@@ -39,6 +39,28 @@ class OuterSection(Section):
     )
     optimizer: Annotated[OuterOptimizerSection, Plugin("diloco.outer_optimizers", "sgd")]
     codec: Annotated[CodecSection, Plugin("diloco.codecs", "none")]
+    error_feedback: bool = Field(False, description="add what encoding loses to the next contribution")
+    residual_decay: float = Field(
+        1.0, gt=0, le=1, description="share of what was lost that is kept from round to round; 0.95 is usual below 4 bits"
+    )
+    fragments: int = Field(1, ge=1, le=256, description="parts of the model that take turns in rounds, each once in sync_every")
+    fragment_pattern: Literal["strided", "contiguous"] = Field(
+        "strided", description="which blocks make up a fragment: every n-th, or those that follow each other"
+    )
+    separate_embeddings: bool = Field(
+        False, description="embeddings and output head make up a fragment of their own; else they go to the smallest"
+    )
+    overlap: int | Literal["eager"] = Field(
+        0,
+        description="tau: inner steps that a round has until it lands; eager: until the next one, and meanwhile training goes on "
+        "from where the island's own movement takes the anchor",
+    )
+    merge_alpha: float = Field(
+        0.0, ge=0, lt=1, description="share of an island's own parameters that is kept when a round lands; 0: take the anchor"
+    )
+    late: Literal["wait", "land_late"] = Field(
+        "wait", description="when a round is not in after overlap steps: wait for it, or train on and land it as soon as it is in"
+    )
 
     @field_validator("sync_every", mode="before")
     @classmethod
@@ -48,6 +70,27 @@ class OuterSection(Section):
         if isinstance(value, str) and _SECONDS.fullmatch(value) and float(value[:-1]) > 0:
             return value
         raise ValueError(f"{value!r} is neither inner steps, a whole number from 1 such as 30, nor seconds such as 90s or 1.5s")
+
+    @model_validator(mode="after")
+    def _rounds_land(self) -> "OuterSection":
+        if isinstance(self.overlap, int) and self.overlap < 0:
+            raise ValueError(f"outer.overlap={self.overlap} should be inner steps, a whole number from 0, or eager")
+        if isinstance(self.overlap, int) and isinstance(self.sync_every, int) and self.overlap > self.sync_every:
+            raise ValueError(
+                f"outer.overlap={self.overlap} is longer than outer.sync_every={self.sync_every}: a round has to land before the "
+                f"next one of its fragment is launched; give at most {self.sync_every}"
+            )
+        if self.overlap == "eager" and self.merge_alpha:
+            raise ValueError(
+                f"outer.merge_alpha={self.merge_alpha} has no meaning with outer.overlap=eager, which goes on from a guess of "
+                "the anchor instead of a mixture; leave one of the two out"
+            )
+        if isinstance(self.sync_every, int) and self.fragments > self.sync_every:
+            raise ValueError(
+                f"outer.fragments={self.fragments} can't take turns in outer.sync_every={self.sync_every} inner steps; "
+                f"give at most {self.sync_every}"
+            )
+        return self
 
     @property
     def sync_seconds(self) -> float | None:

@@ -6,14 +6,13 @@ process dies, what was agreed is still there. torch only.
 """
 
 import hashlib
-import struct
 from dataclasses import dataclass
-from statistics import median
 from typing import Sequence
 
 import torch
 from torch import Tensor
 
+from diloco.ledger import Counted, Ledger
 from diloco.outer_optimizers.base import OuterOptimizer
 from diloco.pseudo_gradient import BLOCK
 from diloco.shared_memory import SharedMemory
@@ -23,58 +22,6 @@ _HASH_BYTES = 32
 #: What ``OuterState.called`` says of a fragment: nobody waits; others wait in its next round; they went on without this
 #: island, or have waited as long as they would for one that is gone.
 NOT_CALLED, CALLED, LATE = range(3)
-
-_NEW_SHARE = 0.25  # of the last round's norm in what counts as typical
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What a committed round counts of one member."""
-
-    slot: int
-    tokens: int
-    position: int
-    step: int
-    norm: float
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """What the committed rounds of a fragment have counted; agreed on like the anchor.
-
-    Attributes:
-        positions: sequences of each slot, up to which its work counted.
-        tokens: of all members and rounds.
-        step: the furthest inner step of a member.
-        typical_norm: of a member's pseudo-gradient, averaged over the last rounds; 0 before the first.
-    """
-
-    positions: tuple[int, ...]
-    tokens: int = 0
-    step: int = 0
-    typical_norm: float = 0.0
-
-    def after(self, counted: Sequence[Counted]) -> "Ledger":
-        """The ledger after one more round. Plain arithmetic in a fixed order: the same bits on every machine."""
-        if not counted:
-            return self
-        positions = list(self.positions)
-        for one in counted:
-            positions[one.slot] = one.position
-        norm = median(one.norm for one in counted)
-        typical = norm if self.typical_norm == 0 else self.typical_norm + _NEW_SHARE * (norm - self.typical_norm)
-        tokens = self.tokens + sum(one.tokens for one in counted)
-        return Ledger(tuple(positions), tokens, max(self.step, *[one.step for one in counted]), typical)
-
-    def to_bytes(self) -> bytes:
-        """For hashing, and for sending."""
-        return struct.pack(f"<{len(self.positions)}qqqd", *self.positions, self.tokens, self.step, self.typical_norm)
-
-    @staticmethod
-    def from_bytes(raw: bytes) -> "Ledger":
-        """The inverse of :meth:`to_bytes`. Raises struct.error where the size is wrong."""
-        *positions, tokens, step, norm = struct.unpack(f"<{len(raw) // 8 - 3}qqqd", raw)
-        return Ledger(tuple(positions), tokens, step, norm)
 
 
 @dataclass(frozen=True)
@@ -87,20 +34,38 @@ class Staged:
     ledger: Ledger
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What an outer state has room for.
+
+    Attributes:
+        error_feedback: what is lost in encoding contributions is kept for the next.
+        keeps_mean: the last mean is kept, for eager merging.
+    """
+
+    sizes: Sequence[int]
+    optimizer: OuterOptimizer
+    dtype: torch.dtype = torch.float32
+    max_slots: int = 8
+    error_feedback: bool = False
+    keeps_mean: bool = False
+
+
 class FragmentState:
     """One fragment's share of the outer state. Every tensor is flat, of ``numel`` elements.
 
     Attributes:
-        local: the island's own parameters, written by the trainer at launch; the exchange turns them into the
-            pseudo-gradient in place.
+        local: the island's own parameters, written by the trainer at launch; the exchange turns them into what it
+            contributes in place.
+        mean: what the last step was made with; None unless :attr:`Layout.keeps_mean`.
     """
 
-    def __init__(
-        self, index: int, numel: int, dtype: torch.dtype, optimizer: OuterOptimizer, max_slots: int, memory: "_Arena"
-    ) -> None:
+    def __init__(self, index: int, numel: int, layout: Layout, memory: "_Arena") -> None:
+        optimizer, dtype, max_slots = layout.optimizer, layout.dtype, layout.max_slots
         self.index, self.numel, self.dtype, self._optimizer = index, numel, dtype, optimizer
         self._staged = False  # known to the process that stages
-        self._active = memory.take(1, torch.int64)
+        self._active = memory.take(1, torch.int64)  # bit 0: the agreed copy of the state; bit 1: that of the residual
+        self._offered = memory.take(1, torch.int64)
         self._heights = memory.take(2, torch.int64)
         self._digests = [memory.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
         self._lineages = [memory.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
@@ -108,10 +73,12 @@ class FragmentState:
         self.local = memory.take(numel, dtype)
         self._anchors = [memory.take(numel, dtype) for _ in range(2)]
         self._states = [{name: memory.take(numel, dtype) for name in optimizer.state_names} for _ in range(2)]
+        self._residuals = [memory.take(numel, dtype) for _ in range(2)] if layout.error_feedback else []
+        self.mean = memory.take(numel, dtype) if layout.keeps_mean else None
 
     @property
     def _now(self) -> int:
-        return int(self._active)
+        return int(self._active) & 1
 
     @property
     def anchor(self) -> Tensor:
@@ -122,6 +89,26 @@ class FragmentState:
     def previous_anchor(self) -> Tensor:
         """The anchor before the last commit; valid until the next round stages its result."""
         return self._anchors[1 - self._now]
+
+    @property
+    def residual(self) -> Tensor | None:
+        """What was lost in encoding this island's contributions, of those that counted; None without error feedback."""
+        return self._residuals[int(self._active) >> 1] if self._residuals else None
+
+    @property
+    def next_residual(self) -> Tensor | None:
+        """What :attr:`residual` becomes if the contribution that is offered counts."""
+        return self._residuals[1 - (int(self._active) >> 1)] if self._residuals else None
+
+    def offers(self, position: int) -> None:
+        """This island's contribution up to ``position`` of its data is being encoded; one that was before can't count."""
+        self._offered.fill_(position)
+
+    def forget_residual(self) -> None:
+        """The island's contributions until now are none of the agreed state's: it has another slot, or a new run."""
+        for residual in self._residuals:
+            residual.zero_()
+        self._offered.zero_()
 
     @property
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -179,6 +166,8 @@ class FragmentState:
             The SHA-256 (hex) of the staged anchor, optimizer state and ledger, which members compare before they commit.
         """
         now, then = self._now, 1 - self._now
+        if self.mean is not None:
+            self.mean.copy_(mean)
         for start in range(0, self.numel, BLOCK):
             piece = slice(start, min(start + BLOCK, self.numel))
             self._optimizer.step(
@@ -212,16 +201,28 @@ class FragmentState:
         self._lineages[1 - self._now].copy_(_to_tensor(bytes.fromhex(lineage)))
         return digest
 
-    def commit(self) -> None:
-        """Swap: the staged state becomes the agreed one.
+    def commit(self, slot: int) -> None:
+        """Swap: the staged state becomes the agreed one, and with it the residual of what it counts.
+
+        Args:
+            slot: of this island; the staged ledger tells whether its contribution counted.
 
         Raises:
             RuntimeError: nothing was staged since the last commit; a swap would go back to what was agreed before.
         """
         if not self._staged:
             raise RuntimeError(f"fragment {self.index}: nothing was staged at height {self.height}, so nothing can be committed")
-        self._active.fill_(1 - self._now)
+        self._active.bitwise_xor_(1 | (self._settle_residual(slot) << 1))  # one store: nobody sees half of it
         self._staged = False
+
+    def _settle_residual(self, slot: int) -> bool:
+        """Whether the next residual takes the place of this one."""
+        before, after = self.ledger.positions[slot], self.staged.ledger.positions[slot]
+        if not self._residuals or after == before:
+            return False
+        if after != int(self._offered):  # what counts, or counts no more, is none that this island has the loss of
+            self.next_residual.zero_()
+        return True
 
     def _tensors(self, copy: int) -> list[Tensor]:
         return [self._anchors[copy], *self._states[copy].values()]
@@ -252,15 +253,8 @@ class OuterState:
     Pickled while a process is spawned, it arrives there as a view of the same memory.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        optimizer: OuterOptimizer,
-        dtype: torch.dtype = torch.float32,
-        max_slots: int = 8,
-        memory: SharedMemory | None = None,
-    ) -> None:
-        self._arguments = (tuple(sizes), optimizer, dtype, max_slots)
+    def __init__(self, layout: Layout, memory: SharedMemory | None = None) -> None:
+        self.layout = layout
         if memory is None:
             measure = _Arena(None)
             self._lay_out(measure)
@@ -269,16 +263,14 @@ class OuterState:
         self._lay_out(_Arena(memory))
 
     def _lay_out(self, arena: "_Arena") -> None:
-        sizes, optimizer, dtype, max_slots = self._arguments
+        sizes = self.layout.sizes
         self.called = arena.take(len(sizes), torch.uint8)
         self.step, self.tokens_per_second = arena.take(1, torch.int64), arena.take(1, torch.float64)
         self.beat = arena.take(1, torch.int64)
-        self.fragments = [
-            FragmentState(index, numel, dtype, optimizer, max_slots, arena) for index, numel in enumerate(sizes)
-        ]
+        self.fragments = [FragmentState(index, numel, self.layout, arena) for index, numel in enumerate(sizes)]
 
     def __reduce__(self) -> tuple:
-        return OuterState, (*self._arguments, self._memory)
+        return OuterState, (self.layout, self._memory)
 
 
 class _Arena:

@@ -4,6 +4,7 @@ A fragment is cut into chunks of :data:`CHUNK` elements, by its size alone, so a
 """
 
 import math
+from dataclasses import dataclass
 from typing import Protocol, Sequence
 
 import torch
@@ -32,6 +33,28 @@ class Codec(Protocol):
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """The most bytes that ``numel`` values may take: what a receiver allows before it allocates."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How a run's tensors become bytes.
+
+    Attributes:
+        contribution: what a member sends of itself.
+        mean: what a reducer sends of the mean of all, at 8 bits at least: nobody keeps what is lost there.
+    """
+
+    contribution: Codec
+    mean: Codec
+
+
+def sends_whole(wire: Wire, num_members: int) -> bool:
+    """Whether each of so many members sends its contribution to every other, and all reduce all of it.
+
+    Else each reduces a share of the chunks and sends the encoded mean on. Chosen by the bytes that a member sends of each
+    parameter: ``(n-1) c`` against ``(n-1)/n (c + m)``; where they are equal, one hop is better than two, and exact.
+    """
+    return num_members * wire.contribution.bits <= wire.contribution.bits + wire.mean.bits
 
 
 def num_chunks(numel: int) -> int:
@@ -93,22 +116,26 @@ def reduce_chunk(
     dtype: torch.dtype,
     seen: Seen | None = None,
 ) -> Tensor:
-    """The encoded mean of one chunk. What it decodes to is what every member applies, the one who reduced it too.
+    """The mean of one chunk's contributions, as ``codec`` encoded them. One that is not finite counts as zero.
 
     Args:
-        seen: told what went into it. A contribution that is not finite counts as zero and is seen as boundless, so that it is
-            found out by all in the same way.
+        seen: told what went into it; what is not finite is seen as boundless, so that it is found out by all alike.
     """
     contributions = [codec.decode(values, numel, dtype) for values in encoded]
-    if seen is None:
-        return codec.encode(weighted_mean(contributions, weights))
     sound = [values if bool(torch.isfinite(values).all()) else torch.zeros_like(values) for values in contributions]
     mean = weighted_mean(sound, weights)
+    if seen is None:
+        return mean
     seen.add(sound, mean)
     for index, values in enumerate(contributions):
         if values is not sound[index]:
             seen.squares[index] = _BOUNDLESS
-    return codec.encode(mean)
+    return mean
+
+
+def through(codec: Codec, mean: Tensor) -> Tensor:
+    """What a mean is after a reducer has sent it on: every member applies that, the reducer too."""
+    return codec.decode(codec.encode(mean), mean.numel(), mean.dtype)
 
 
 def _bounded(value: Tensor | float) -> float:

@@ -9,10 +9,12 @@ import torch
 from small import small_config, small_corpus, whole_parameters
 from torch import Tensor
 
+from diloco.codecs import build_wire
 from diloco.exchange.base import RoundOutcome, Seat, Work
 from diloco.exchange.in_memory import Hub, InMemoryExchange
 from diloco.outer_round import Coordinator, OuterRound, make_schedule
-from diloco.outer_state import Counted, OuterState
+from diloco.ledger import Counted
+from diloco.outer_state import Layout, OuterState
 from islands import plugins
 from islands.data.base import Corpus, num_samples, windows
 from islands.fragments import ParameterMover, schema_of, whole_model
@@ -65,7 +67,7 @@ def outer_round(island: Island, exchange: Callable[[OuterState], Any], metrics: 
     coordinator = None
     if island.process.rank == 0:
         optimizer = plugins.build("diloco.outer_optimizers", config.outer.optimizer)
-        state = OuterState([fragment.numel for fragment in fragments], optimizer, parameter_dtype(config))
+        state = OuterState(Layout([fragment.numel for fragment in fragments], optimizer, parameter_dtype(config)))
         coordinator = Coordinator(exchange(state), state)
     schedule, mover = make_schedule(config, len(fragments)), ParameterMover(island.model.parts, fragments)
     return OuterRound(schedule, config.outer, mover, coordinator, metrics, island.process, 30.0)
@@ -84,7 +86,7 @@ def islands_as_threads(
         hooks: of the island in a slot, called before that of the outer round.
     """
     config, hub, corpus = small_config(**overrides), Hub(num_islands), corpus or small_corpus()
-    codec = plugins.build("diloco.codecs", config.outer.codec)
+    wire, outer = build_wire(config.outer.codec), config.outer
     islands = [watched(build_island(config, process, corpus)) for _ in range(num_islands)]
     results: list[dict[str, Any]] = [{} for _ in range(num_islands)]
 
@@ -93,7 +95,7 @@ def islands_as_threads(
         exchange: list[InMemoryExchange] = []
 
         def made(state: OuterState) -> InMemoryExchange:
-            exchange.append(InMemoryExchange(hub, slot, state, codec, 30.0))
+            exchange.append(InMemoryExchange(hub, slot, state, wire, 30.0, 1, outer.residual_decay))
             return exchange[0]
 
         hook = outer_round(island, made, metrics)
@@ -154,7 +156,7 @@ class Scripted:
         if outcome.kind != "skipped":
             counted = Counted(0, work.tokens, outcome.position, work.step, 1.0)
             self.state.stage(torch.full_like(self.state.anchor, 0.25), [counted])  # lr 1, no momentum: it sinks by 0.25
-            self.state.commit()
+            self.state.commit(slot=0)
         return replace(outcome, height=self.state.height)
 
     def events(self) -> list:

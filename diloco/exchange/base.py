@@ -65,6 +65,9 @@ class RoundOutcome:
         waiting_seconds: until all were there that the round names.
         transfer_seconds: from there to the outcome.
         recovering_seconds: in which state was taken over from another island.
+        encoded_bytes: of this island's own contribution.
+        encode_seconds, decode_seconds, step_seconds: of the exchange's computing: the own contribution; all that came, up to the
+            mean; the outer optimizer, with the digest.
         seat: a new one, where this island lost the one that it had; its work until now can't count any more.
     """
 
@@ -87,6 +90,10 @@ class RoundOutcome:
     waiting_seconds: float = 0.0
     transfer_seconds: float = 0.0
     recovering_seconds: float = 0.0
+    encoded_bytes: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    step_seconds: float = 0.0
     seat: Seat | None = None
 
     @property
@@ -110,8 +117,9 @@ class JoinError(RuntimeError):
 class Exchange(Protocol):
     """How the trainer's rank 0 talks to the other islands. Only ``join`` and ``outcome`` wait, and both have a limit.
 
-    One round per fragment may be in flight. Before ``launch``, the island's parameters are written into
-    ``state.fragments[i].local``, which is the exchange's until the outcome is known.
+    One round per fragment may be in flight, and those of several fragments side by side. Before ``launch``, which may come
+    from another thread, the island's parameters are written into ``state.fragments[i].local``, which is the exchange's until
+    the outcome is taken.
     """
 
     def join(self, waiting: Callable[[], None] = lambda: None) -> Seat:
@@ -141,6 +149,9 @@ class Exchange(Protocol):
 
     def launch(self, fragment: int, work: Work) -> None:
         """Offer this island's parameters to the next round of ``fragment``, weighted by ``work.tokens``. Returns at once."""
+
+    def arrived(self, fragment: int) -> bool:
+        """Whether :meth:`outcome` of the launched round would not wait."""
 
     def outcome(self, fragment: int) -> RoundOutcome:
         """Wait for the launched round to end; an exchange that can't finish it in time says ``skipped``."""

@@ -3,16 +3,19 @@
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Callable, Literal
+from typing import Callable, Literal, Sequence
 
+import torch
 from torch import Tensor
 
+from diloco.codecs import build_wire
 from diloco.config import ExchangeSection, RunConfig
+from diloco.encoding import Encoded, encode_contribution
 from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat, Work
-from diloco.outer_state import Counted, FragmentState, OuterState
-from diloco.pseudo_gradient import Health, agreeable, cosine, pseudo_gradient
-from diloco.reduction import Codec, chunk_slice, num_chunks, reduce_chunk
-from islands import plugins
+from diloco.ledger import Counted
+from diloco.outer_state import FragmentState, OuterState
+from diloco.pseudo_gradient import agreeable, cosine
+from diloco.reduction import Wire, chunk_slice, num_chunks, reduce_chunk, sends_whole, through
 
 _NOT_FINITE = "own pseudo-gradient is not finite"
 
@@ -32,7 +35,8 @@ class _Round:
     withdrawn: set[int] = field(default_factory=set)
     decided: bool = False
     counted: tuple[Counted, ...] = ()
-    mean: list[Tensor] = field(default_factory=list)
+    mean: Tensor | None = None
+    decode_seconds: float = 0.0
     reason: str = ""
 
     @property
@@ -76,18 +80,26 @@ class _Launched:
     """What an island keeps from launch to outcome."""
 
     round: _Round
-    health: Health
+    own: Encoded
     started: float
+    encode_seconds: float
 
 
 class InMemoryExchange:
     """One island's end of a :class:`Hub`. The same encoding, order and reduction as between machines."""
 
     def __init__(
-        self, hub: Hub, slot: int, state: OuterState, codec: Codec, round_deadline: float, min_islands: int = 1
+        self,
+        hub: Hub,
+        slot: int,
+        state: OuterState,
+        wire: Wire,
+        round_deadline: float,
+        min_islands: int = 1,
+        residual_decay: float = 1.0,
     ) -> None:
-        self._hub, self._slot, self._state, self._codec = hub, slot, state, codec
-        self._deadline, self._min_islands = round_deadline, min_islands
+        self._hub, self._slot, self._state, self._wire = hub, slot, state, wire
+        self._deadline, self._min_islands, self._decay = round_deadline, min_islands, residual_decay
         self._launched: dict[int, _Launched] = {}
 
     def join(self, waiting: Callable[[], None] = lambda: None) -> Seat:
@@ -112,41 +124,49 @@ class InMemoryExchange:
     def launch(self, fragment: int, work: Work) -> None:
         """See :class:`diloco.exchange.base.Exchange`. Says at once if there is nothing finite to offer."""
         started, state = time.monotonic(), self._state.fragments[fragment]
-        health = pseudo_gradient(state.anchor, state.local, out=state.local)
-        encoded = [self._codec.encode(state.local[piece]) for piece in _chunks(state.numel)] if health.finite else []
+        own = encode_contribution(state, self._wire.contribution, work.position, self._decay)
+        seconds = time.monotonic() - started
         with self._hub.condition:
             meeting = self._hub.open_round(fragment, state.height)
-            self._launched[fragment] = _Launched(meeting, health, started)
-            if health.finite:
-                counted = Counted(self._slot, work.tokens, work.position, work.step, agreeable(health.norm))
-                meeting.offers[self._slot] = encoded, counted
+            self._launched[fragment] = _Launched(meeting, own, started, seconds)
+            if own.finite:
+                counted = Counted(self._slot, work.tokens, work.position, work.step, agreeable(own.sent_norm))
+                meeting.offers[self._slot] = own.chunks, counted
             else:
                 meeting.passed.add(self._slot)
             self._hub.condition.notify_all()
 
+    def arrived(self, fragment: int) -> bool:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        with self._hub.condition:
+            return self._is_complete(self._launched[fragment].round)
+
     def outcome(self, fragment: int) -> RoundOutcome:
         """See :class:`diloco.exchange.base.Exchange`."""
         state, launched = self._state.fragments[fragment], self._launched.pop(fragment)
-        meeting, health = launched.round, launched.health
+        meeting, own = launched.round, launched.own
         reason = self._wait_for_decision(meeting, state) or meeting.reason
-        similarity, digest = 0.0, ""
+        similarity, digest, stepping = 0.0, "", time.monotonic()
         if not reason:
-            mean = self._decode(meeting.mean, state)
-            similarity = cosine(state.local, mean) if health.finite else 0.0
-            digest = state.stage(mean, meeting.counted)
-            state.commit()
+            similarity = cosine(state.local, meeting.mean) if own.finite else 0.0
+            digest = state.stage(meeting.mean, meeting.counted)
+            state.commit(self._slot)
         ledger = state.ledger
         return RoundOutcome(
-            "skipped" if reason else "committed" if health.finite else "left_out",
+            "skipped" if reason else "committed" if own.finite else "left_out",
             fragment,
             state.height,
             () if reason else tuple(one.slot for one in meeting.counted),
             () if reason else tuple(float(one.tokens) for one in meeting.counted),
-            reason=reason if reason or health.finite else _NOT_FINITE,
+            reason=reason if reason or own.finite else _NOT_FINITE,
             digest=digest,
             exchange_seconds=time.monotonic() - launched.started,
-            pseudo_gradient_norm=health.norm,
+            pseudo_gradient_norm=own.norm,
             cosine=similarity,
+            encoded_bytes=own.num_bytes,
+            encode_seconds=launched.encode_seconds,
+            decode_seconds=meeting.decode_seconds,
+            step_seconds=time.monotonic() - stepping,
             position=ledger.positions[self._slot],
             step=ledger.step,
             tokens=ledger.tokens,
@@ -165,11 +185,7 @@ class InMemoryExchange:
     def _wait_for_decision(self, meeting: _Round, state: FragmentState) -> str:
         """Wait until all have answered; whoever sees it first decides for all. Returns why it gave up, or nothing."""
         with self._hub.condition:
-
-            def complete() -> bool:
-                return meeting.decided or meeting.answered >= self._hub.expected
-
-            if not self._hub.condition.wait_for(complete, self._deadline):
+            if not self._hub.condition.wait_for(lambda: self._is_complete(meeting), self._deadline):
                 missing = sorted(self._hub.expected - meeting.answered - meeting.withdrawn)
                 meeting.withdraw(self._slot)
                 return f"islands {missing} offered nothing within {self._deadline:g} s"
@@ -178,6 +194,9 @@ class InMemoryExchange:
                 self._hub.condition.notify_all()  # one of them may have waited for an island that left
             return ""
 
+    def _is_complete(self, meeting: _Round) -> bool:
+        return meeting.decided or meeting.answered >= self._hub.expected
+
     def _decide(self, meeting: _Round, state: FragmentState) -> None:
         meeting.decided, members = True, sorted(meeting.offers)
         if not members:
@@ -185,19 +204,18 @@ class InMemoryExchange:
         elif len(members) < self._min_islands:
             meeting.reason = f"only islands {members} offered something; exchange.min_islands={self._min_islands}"
         else:
-            encoded = [meeting.offers[slot][0] for slot in members]
+            started, encoded = time.monotonic(), [meeting.offers[slot][0] for slot in members]
             meeting.counted = tuple(meeting.offers[slot][1] for slot in members)
             weights = [float(one.tokens) for one in meeting.counted]
-            meeting.mean = [
-                reduce_chunk(self._codec, chunk, weights, piece.stop - piece.start, state.dtype)
-                for piece, chunk in zip(_chunks(state.numel), zip(*encoded, strict=True), strict=True)
-            ]
+            meeting.mean = state.local.new_empty(state.numel)
+            for piece, chunk in zip(_chunks(state.numel), zip(*encoded, strict=True), strict=True):
+                meeting.mean[piece] = self._reduce(chunk, weights, piece.stop - piece.start, state.dtype)
+            meeting.decode_seconds = time.monotonic() - started
 
-    def _decode(self, encoded: list[Tensor], state: FragmentState) -> Tensor:
-        mean = state.local.new_empty(state.numel)
-        for piece, chunk in zip(_chunks(state.numel), encoded, strict=True):
-            mean[piece] = self._codec.decode(chunk, piece.stop - piece.start, state.dtype)
-        return mean
+    def _reduce(self, chunk: Sequence[Tensor], weights: list[float], numel: int, dtype: torch.dtype) -> Tensor:
+        """The mean as all apply it: as it is, or as a reducer would have sent it on."""
+        mean = reduce_chunk(self._wire.contribution, chunk, weights, numel, dtype)
+        return mean if sends_whole(self._wire, len(weights)) else through(self._wire.mean, mean)
 
 
 def _chunks(numel: int) -> list[slice]:
@@ -215,8 +233,8 @@ def build(config: RunConfig, state: OuterState, schema: str) -> InMemoryExchange
             f"exchange.type=in_memory joins the islands of one process, and swarm.islands={config.swarm.islands}; "
             "use exchange.type=hivemind between processes"
         )
-    codec = plugins.build("diloco.codecs", config.outer.codec)
     slot, exchange = max(config.swarm.slot, 0), config.exchange
     hub = Hub(1)
     hub.expected = {slot}
-    return InMemoryExchange(hub, slot, state, codec, exchange.round_deadline, exchange.min_islands)
+    wire, decay = build_wire(config.outer.codec), config.outer.residual_decay
+    return InMemoryExchange(hub, slot, state, wire, exchange.round_deadline, exchange.min_islands, decay)

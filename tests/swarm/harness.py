@@ -30,7 +30,7 @@ from diloco.exchange import hivemind
 from diloco.exchange.base import Work
 from diloco.exchange.hivemind import process
 from diloco.exchange.hivemind.seal import Seal
-from diloco.outer_state import OuterState
+from diloco.outer_state import Layout, OuterState
 from islands import plugins
 from islands.config_file import parse_config
 
@@ -69,7 +69,7 @@ class Trainer:
 
     def __init__(self, raw: dict[str, Any], sizes: list[int], faults: str) -> None:
         config = parse_config(RunConfig, raw)
-        self._state = OuterState(sizes, plugins.build("diloco.outer_optimizers", config.outer.optimizer), max_slots=config.swarm.max_slots)
+        self._state = OuterState(Layout(sizes, plugins.build("diloco.outer_optimizers", config.outer.optimizer), max_slots=config.swarm.max_slots))
         for index, fragment in enumerate(self._state.fragments):
             fragment.anchor.copy_(first_anchor(index, fragment.numel))
             fragment.initialize()

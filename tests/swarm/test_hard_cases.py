@@ -33,7 +33,8 @@ from diloco.exchange.hivemind.roster import Roster
 from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.rounds import Rounds
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
-from diloco.outer_state import LATE, Ledger, OuterState
+from diloco.ledger import Ledger
+from diloco.outer_state import LATE, Layout, OuterState
 from diloco.reduction import CHUNK
 from islands import plugins
 from islands.config_file import parse_config
@@ -127,7 +128,7 @@ class TestTrainersEnd:
         """With two fragments, in its place."""
         monkeypatch.setattr(HivemindExchange, "_keep", lambda self: None)
         config = parse_config(RunConfig, settings())
-        state = OuterState([4, 4], plugins.build("diloco.outer_optimizers", config.outer.optimizer), max_slots=4)
+        state = OuterState(Layout([4, 4], plugins.build("diloco.outer_optimizers", config.outer.optimizer), max_slots=4))
         for fragment in state.fragments:
             fragment.initialize()
         client = HivemindExchange(config, state, "schema")
@@ -145,12 +146,12 @@ class TestTrainersEnd:
         """A fork that has more tokens may have less height; then the process dies."""
         state = client._state.fragments[0]
         state.stage(torch.ones(4))
-        state.commit()
+        state.commit(slot=0)
         client.launch(0, WORK)
         state.staged_tensors()[0].fill_(7.0)
         state.seal_received(1, "ab" * 32, Ledger((0,) * 4, tokens=9))
         client._receive(ipc.Committing(self.outcome(client, "left_out")))
-        state.commit()
+        state.commit(slot=0)
         client._end_launched()
         assert client.outcome(0).kind == "left_out"
 
@@ -162,7 +163,7 @@ class TestTrainersEnd:
             state.stage(torch.ones(4))
             client._receive(ipc.Committing(self.outcome(client, kind)))
             if kind == "left_out":
-                state.commit()
+                state.commit(slot=0)
         client._end_launched()
         assert client.outcome(0).kind == "left_out"
 
@@ -233,7 +234,7 @@ def test_an_attempt_on_the_old_state_ends_when_another_is_taken_over() -> None:
 
     async def run() -> None:
         config = parse_config(RunConfig, settings())
-        state = OuterState([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer))
+        state = OuterState(Layout([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer)))
         state.fragments[0].initialize()
         membership = Membership(RoundTests.Network(None), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, print)
         membership.make_status = lambda sequence, incarnation: None
@@ -331,7 +332,7 @@ def test_a_newcomer_for_whom_the_state_takes_longer_than_a_round(tmp_path: Path)
 
 def test_one_that_takes_from_an_older_state_goes_on_when_another_asks_for_a_newer() -> None:
     """Else an island that is left out now and then has a newcomer on a slow link start again each time."""
-    state = OuterState([4], plugins.build("diloco.outer_optimizers", parse_config(RunConfig, settings()).outer.optimizer))
+    state = OuterState(Layout([4], plugins.build("diloco.outer_optimizers", parse_config(RunConfig, settings()).outer.optimizer)))
     part, donations, said = state.fragments[0], Donations(), []
     part.initialize()
 
@@ -355,7 +356,7 @@ def test_one_that_takes_from_an_older_state_goes_on_when_another_asks_for_a_newe
         old = request()
         await donations.serve(To("slow"), old, part, LastRound())
         part.stage(torch.ones(4))
-        part.commit()
+        part.commit(slot=0)
         await donations.serve(To("late"), request(), part, LastRound())
         await donations.serve(To("slow"), old, part, LastRound())
 
@@ -366,7 +367,7 @@ def test_one_that_takes_from_an_older_state_goes_on_when_another_asks_for_a_newe
 def test_nobody_waits_for_one_that_could_not_catch_up_within_a_whole_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its link may never be fast enough, and each round would wait half of its deadline."""
     config = parse_config(RunConfig, settings())
-    state = OuterState([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer))
+    state = OuterState(Layout([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer)))
     state.fragments[0].initialize()
 
     async def run() -> list[str]:

@@ -30,7 +30,7 @@ from diloco.exchange.base import JoinError, Work
 from diloco.exchange.hivemind import messages
 from diloco.exchange.in_memory import Hub, InMemoryExchange
 from diloco.launch import make_identity
-from diloco.outer_state import OuterState
+from diloco.outer_state import Layout, OuterState
 from diloco.reduction import CHUNK
 from islands import plugins
 from islands.config_file import parse_config
@@ -159,7 +159,7 @@ def in_memory(fragment: int) -> tuple[torch.Tensor, torch.Tensor, str]:
     optimizer, codec = plugins.build("diloco.outer_optimizers", config.outer.optimizer), plugins.build(
         "diloco.codecs", config.outer.codec
     )
-    hub, states = Hub(3), [OuterState(SIZES, optimizer, max_slots=4) for _ in range(3)]
+    hub, states = Hub(3), [OuterState(Layout(SIZES, optimizer, max_slots=4)) for _ in range(3)]
 
     def island(slot: int) -> None:
         exchange, state = InMemoryExchange(hub, slot, states[slot], codec, 60.0), states[slot].fragments[fragment]

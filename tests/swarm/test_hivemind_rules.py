@@ -38,7 +38,8 @@ from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.rounds import Rounds
 from diloco.exchange.hivemind.settings import difference, shared_settings
 from diloco.exchange.hivemind.surroundings import Surroundings
-from diloco.outer_state import Ledger, OuterState
+from diloco.ledger import Ledger
+from diloco.outer_state import Layout, OuterState
 from diloco.reduction import Seen, reduce_chunk
 from islands import plugins
 from islands.config_file import parse_config
@@ -329,11 +330,11 @@ class TestRound:
     ) -> tuple[RoundOutcome, int, int]:
         """Of a round launched that long ago, with one live member that offers nothing; times asked; height after it."""
         config = parse_config(RunConfig, settings())
-        state = OuterState([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer))
+        state = OuterState(Layout([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer)))
         state.fragments[0].initialize()
         for _ in range(height):
             state.fragments[0].stage(torch.zeros(4))
-            state.fragments[0].commit()
+            state.fragments[0].commit(slot=0)
         network, said = self.Network(reply), []
 
         async def run() -> RoundOutcome:
@@ -475,7 +476,7 @@ class TestVotes:
     def answered(self, evidence: int) -> messages.Reply:
         """To a vote of island 1, on a proposal of two, with so many pieces of evidence."""
         config = parse_config(RunConfig, settings())
-        state = OuterState([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer))
+        state = OuterState(Layout([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer)))
 
         async def run() -> messages.Reply:
             membership = Membership(TestRound.Network(None), Roster.first([entry(0), entry(1)]), entry(0).ticket, 10.0, print)

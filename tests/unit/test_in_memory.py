@@ -13,7 +13,8 @@ from diloco.codecs.none import NoCodec
 from diloco.exchange.base import JoinError, RoundOutcome, Work
 from diloco.exchange.in_memory import Hub, InMemoryExchange, build
 from diloco.outer_optimizers.sgd import Config, Sgd
-from diloco.outer_state import FragmentState, OuterState
+from diloco.outer_state import FragmentState, Layout, OuterState
+from diloco.reduction import Wire
 from diloco.reduction import CHUNK
 
 SIZES = [CHUNK + 37, 5]
@@ -25,9 +26,9 @@ class Islands:
 
     def __init__(self, count: int, deadline: float = 10.0, min_islands: int = 1) -> None:
         self.hub = Hub(count)
-        self.states = [OuterState(SIZES, Sgd(Config())) for _ in range(count)]
+        self.states = [OuterState(Layout(SIZES, Sgd(Config()))) for _ in range(count)]
         self.exchanges = [
-            InMemoryExchange(self.hub, slot, state, NoCodec(), deadline, min_islands)
+            InMemoryExchange(self.hub, slot, state, Wire(NoCodec(), NoCodec()), deadline, min_islands)
             for slot, state in enumerate(self.states)
         ]
         for state in self.states:
@@ -235,7 +236,7 @@ def test_fewer_islands_than_asked_for_never_commit() -> None:
 
 @pytest.mark.parametrize("slot", [-1, 3])
 def test_a_run_with_one_island_needs_no_other_whatever_its_slot(slot: int) -> None:
-    state = OuterState([5], Sgd(Config()))
+    state = OuterState(Layout([5], Sgd(Config())))
     state.fragments[0].initialize()
     exchange = build(small_config(swarm=dict(slot=slot)), state, schema="")
     assert exchange.join().slot == max(slot, 0)
@@ -249,4 +250,4 @@ def test_a_run_with_one_island_needs_no_other_whatever_its_slot(slot: int) -> No
 
 def test_several_islands_need_another_exchange() -> None:
     with pytest.raises(JoinError, match="swarm.islands=2; use exchange.type=hivemind between processes"):
-        build(small_config(swarm=dict(islands=2)), OuterState([5], Sgd(Config())), schema="")
+        build(small_config(swarm=dict(islands=2)), OuterState(Layout([5], Sgd(Config()))), schema="")

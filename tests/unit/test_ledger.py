@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from diloco.outer_optimizers.sgd import Config, Sgd
-from diloco.outer_state import Counted, FragmentState, Ledger, OuterState
+from diloco.ledger import Counted, Ledger
+from diloco.outer_state import FragmentState, Layout, OuterState
 
 START = Ledger((0,) * 4)
 ROUNDS = [
@@ -25,7 +26,7 @@ def ledger(rounds: int) -> Ledger:
 
 
 def state_of(max_slots: int = 4) -> FragmentState:
-    state = OuterState([100], Sgd(Config()), max_slots=max_slots).fragments[0]
+    state = OuterState(Layout([100], Sgd(Config()), max_slots=max_slots)).fragments[0]
     state.anchor.copy_(torch.linspace(-1, 1, 100))
     state.initialize()
     return state
@@ -64,7 +65,7 @@ def test_a_state_keeps_the_ledger_of_its_rounds() -> None:
     for number, counted in enumerate(ROUNDS):
         state.stage(torch.ones(100), counted)
         assert state.ledger == ledger(number)  # until it is committed
-        state.commit()
+        state.commit(slot=0)
         assert state.ledger == ledger(number + 1)
 
 
@@ -77,12 +78,12 @@ def test_the_digest_covers_the_ledger() -> None:
 def test_a_received_state_has_the_digest_of_its_donor_only_with_the_same_ledger() -> None:
     donor, receiver = state_of(), state_of()
     donor.stage(torch.ones(100), ROUNDS[0])
-    donor.commit()
+    donor.commit(slot=0)
     for target, source in zip(receiver.staged_tensors(), donor.agreed_tensors(), strict=True):
         target.copy_(source)
     assert receiver.seal_received(1, donor.lineage, ledger(2)) != donor.digest
     assert receiver.seal_received(1, donor.lineage, donor.ledger) == donor.digest
-    receiver.commit()
+    receiver.commit(slot=0)
     assert receiver.ledger == donor.ledger == ledger(1) and receiver.lineage == donor.lineage
 
 
@@ -90,7 +91,7 @@ def test_a_received_state_has_the_digest_of_its_donor_only_with_the_same_ledger(
 def test_a_flipped_bit_of_what_is_agreed_is_noticed(where: str) -> None:
     state = state_of()
     state.stage(torch.ones(100), ROUNDS[0])
-    state.commit()
+    state.commit(slot=0)
     assert state.is_intact()
     tensor = dict(anchor=state.anchor, ledger=state._ledgers[state._now], **state.optimizer_state)[where].view(torch.uint8)
     for index in (0, len(tensor) // 2, len(tensor) - 1):

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from diloco.outer_optimizers.sgd import Config, Sgd
-from diloco.outer_state import FragmentState, OuterState
+from diloco.outer_state import FragmentState, Layout, OuterState
 from diloco.pseudo_gradient import BLOCK
 from diloco.shared_memory import SharedMemory
 
 
 def state_of(numel: int = 1000, dtype: torch.dtype = torch.float32, **keys: object) -> FragmentState:
     """A fragment whose anchor is random."""
-    state = OuterState([numel], Sgd(Config(**keys)), dtype).fragments[0]
+    state = OuterState(Layout([numel], Sgd(Config(**keys)), dtype)).fragments[0]
     state.anchor.copy_(random(numel, 99, dtype))
     state.initialize()
     return state
@@ -29,7 +29,7 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def commit(state: FragmentState, mean: Tensor) -> str:
     digest = state.stage(mean)
-    state.commit()
+    state.commit(slot=0)
     return digest
 
 
@@ -112,7 +112,7 @@ def test_what_is_staged_is_invisible_until_it_is_committed() -> None:
     assert visible(state) == before and digest != state.digest
     state.stage(random(1000, 2))
     assert state.stage(random(1000, 1)) == digest  # staging again starts from what is agreed, not from what was staged
-    state.commit()
+    state.commit(slot=0)
     assert state.digest == digest and state.height == 2 and not torch.equal(state.anchor, old_anchor)
     assert torch.equal(state.previous_anchor, old_anchor)
 
@@ -134,7 +134,7 @@ def test_a_fresh_state_has_no_history() -> None:
 
 
 def test_fragments_do_not_touch_each_other() -> None:
-    fragments = OuterState([7, 1, 100], Sgd(Config())).fragments
+    fragments = OuterState(Layout([7, 1, 100], Sgd(Config()))).fragments
     for value, fragment in enumerate(fragments):
         fragment.anchor.fill_(value)
         fragment.initialize()
@@ -195,7 +195,7 @@ def test_a_state_received_from_another_member_is_that_members_state() -> None:
         target.copy_(source)
     digest = receiver.seal_received(donor.height, donor.lineage, donor.ledger)
     assert visible(receiver) == before and digest == donor.digest  # the caller compares them, and then commits
-    receiver.commit()
+    receiver.commit(slot=0)
     assert visible(receiver) == visible(donor)
     for state in (donor, receiver):
         commit(state, random(1000, 2))
@@ -233,7 +233,7 @@ def other_process(connection: Connection, outer: OuterState, alone: SharedMemory
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[OuterState, SharedMemory, Callable[[str], object]]]:
     """A state and a block that a spawned process has too, and a way to ask it for things."""
-    outer, alone = OuterState([1000, LARGE], Sgd(Config())), SharedMemory(80_000_000)
+    outer, alone = OuterState(Layout([1000, LARGE], Sgd(Config()))), SharedMemory(80_000_000)
     outer.fragments[0].anchor.copy_(random(1000, 99))
     outer.fragments[0].initialize()
     context = multiprocessing.get_context("spawn")

@@ -14,7 +14,8 @@ from diloco.exchange.hivemind.messages import BadMessage, StateHeader, StateRequ
 from diloco.exchange.hivemind.stream import Traffic
 from diloco.exchange.hivemind.scatter_reduce import all_or_none
 from diloco.exchange.hivemind.surroundings import Surroundings
-from diloco.outer_state import FragmentState, Ledger
+from diloco.ledger import Ledger
+from diloco.outer_state import FragmentState
 
 PART_BYTES = 8 << 20
 _LOOK_SECONDS = 0.5

@@ -4,7 +4,8 @@ from torch import Tensor
 
 from diloco.exchange.base import Work
 from diloco.exchange.hivemind.messages import Claim, Entry
-from diloco.outer_state import Counted, FragmentState
+from diloco.ledger import Counted
+from diloco.outer_state import FragmentState
 from diloco.pseudo_gradient import Health, agreeable, cosine, pseudo_gradient
 from diloco.reduction import Codec, chunk_slice, num_chunks
 

@@ -11,7 +11,8 @@ from diloco.exchange.hivemind.contribution import Contribution
 from diloco.exchange.hivemind.ipc import Committing
 from diloco.exchange.hivemind.stream import Traffic
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
-from diloco.outer_state import FragmentState, Ledger
+from diloco.ledger import Ledger
+from diloco.outer_state import FragmentState
 
 
 class Ending:
@@ -49,7 +50,7 @@ class Ending:
             **details,
         )
         self._around.report(Committing(outcome))
-        self._state.commit()
+        self._state.commit(self._around.membership.slot)
         self._around.last_round[self._state.index] = last
         self._around.membership.publish()
         return outcome

@@ -50,7 +50,8 @@ async def take_over_all(
             if isinstance(header, str):
                 problem = header
                 continue
-            part.commit()
+            part.forget_residual()
+            part.commit(around.membership.slot)
             around.last_round[part.index] = LastRound(header.members, header.weights, header.excluded)
             taken.add(part.index)
             progress = time.monotonic()

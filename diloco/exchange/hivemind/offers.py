@@ -9,7 +9,7 @@ from typing import Collection, Iterable, Mapping, Sequence
 from diloco.contributions import Measured, Size, capped_weights, most_opposite, too_large, understated
 from diloco.exchange.hivemind.messages import Ballot, Claim, Excluded, Offer, Proposal, StateHeader
 from diloco.exchange.hivemind.roster import Roster
-from diloco.outer_state import Counted, Ledger
+from diloco.ledger import Counted, Ledger
 
 
 @dataclass(frozen=True)

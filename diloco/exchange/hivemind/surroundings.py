@@ -10,7 +10,7 @@ from diloco.exchange.hivemind.ipc import Committing
 from diloco.exchange.hivemind.membership import Membership
 from diloco.exchange.hivemind.messages import LeftOut, Reply, Request
 from diloco.exchange.hivemind.network import Network, Unreachable
-from diloco.outer_state import Ledger
+from diloco.ledger import Ledger
 from diloco.reduction import Codec
 
 
