@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import socket
+import struct
 import sys
 import time
 from contextlib import contextmanager
@@ -396,15 +397,15 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
         armed.rename(folder / f"{fault}.fired")
         return True
 
-    send_tensor, send_plain = Stream.send_tensor, Stream.send_plain
+    send_chunk, send_plain = Stream.send_chunk, Stream.send_plain
     cast_vote, call = voting.cast_vote, Surroundings.call
 
-    async def send_tensor_or_hang(self: Stream, values: Tensor) -> None:
+    async def send_chunk_or_hang(self: Stream, number: int, values: Tensor) -> None:
         if fires("hang_in_transfer"):
-            self._writer.write(values.numel().to_bytes(4, "little"))
+            self._writer.write(struct.pack("<II", number, values.numel()))
             await self.send_plain(values[: values.numel() // 2])
             await asyncio.Event().wait()
-        await send_tensor(self, values)
+        await send_chunk(self, number, values)
 
     async def send_plain_or_hang(self: Stream, values: Tensor) -> None:
         if (folder / "slow_donation").exists() and inspect.currentframe().f_back.f_code.co_name == "serve":
@@ -433,7 +434,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
         return await call(self, slot, request, *more)
 
     Stream.send_plain = send_plain_or_hang
-    Stream.send_tensor, voting.cast_vote, Surroundings.call = send_tensor_or_hang, vote_or_hang, call_or_lose
+    Stream.send_chunk, voting.cast_vote, Surroundings.call = send_chunk_or_hang, vote_or_hang, call_or_lose
     _add_cuts(folder, fires)
     _add_lies(fires)
     _process_main(pipe, start)
@@ -485,22 +486,22 @@ def _add_lies(fires: Callable[[str], bool]) -> None:
     from diloco.exchange.hivemind.stream import Stream
     from diloco.exchange.hivemind.contribution import Contribution
 
-    prepare, send_tensor = Contribution.prepare, Stream.send_tensor
+    prepare, send_chunk = Contribution.prepare, Stream.send_chunk
 
     def prepare_lie(self: Contribution) -> None:
         prepare(self)
         if fires("exaggerate"):
-            self.encoded = [(chunk.view(torch.float32) * 100).view(torch.uint8) for chunk in self.encoded]
+            self.own.chunks[:] = [(chunk.view(torch.float32) * 100).view(torch.uint8) for chunk in self.own.chunks]
         if fires("break"):
-            self.encoded[0].view(torch.float32)[3] = float("nan")
+            self.own.chunks[0].view(torch.float32)[3] = float("nan")
 
-    async def send_or_corrupt(self: Stream, values: Tensor) -> None:
+    async def send_or_corrupt(self: Stream, number: int, values: Tensor) -> None:
         if "serve" in inspect.currentframe().f_back.f_code.co_qualname and fires("corrupt_mean"):
             values = values.clone()
             values[2] ^= 1
-        await send_tensor(self, values)
+        await send_chunk(self, number, values)
 
-    Contribution.prepare, Stream.send_tensor = prepare_lie, send_or_corrupt
+    Contribution.prepare, Stream.send_chunk = prepare_lie, send_or_corrupt
 
 
 async def throw_garbage(daemon: Any, peer: str, seal: Seal = Seal(b"")) -> list[bytes]:

@@ -35,7 +35,7 @@ from diloco.exchange.hivemind.rounds import Rounds
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
 from diloco.ledger import Ledger
 from diloco.outer_state import LATE, Layout, OuterState
-from diloco.reduction import CHUNK
+from diloco.reduction import CHUNK, Wire
 from islands import plugins
 from islands.config_file import parse_config
 
@@ -239,7 +239,7 @@ def test_an_attempt_on_the_old_state_ends_when_another_is_taken_over() -> None:
         membership = Membership(RoundTests.Network(None), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, print)
         membership.make_status = lambda sequence, incarnation: None
         around = Surroundings(
-            "test", membership._network, membership, NoCodec(), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
+            "test", membership._network, membership, Wire(NoCodec(), NoCodec()), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
         )
         current = Round(around, state.fragments[0], WORK, keep=lambda attempt: None)
         current._contribution.prepare()
@@ -373,7 +373,7 @@ def test_nobody_waits_for_one_that_could_not_catch_up_within_a_whole_round(monke
     async def run() -> list[str]:
         membership = Membership(RoundTests.Network(None), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, print)
         around = Surroundings(
-            "test", membership._network, membership, NoCodec(), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
+            "test", membership._network, membership, Wire(NoCodec(), NoCodec()), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
         )
         rounds, now, seen = Rounds(around, state, 8, print, started=True), time.monotonic(), []
         ahead = Tip(fragment=0, height=1, lineage=bytes(32), digest=bytes(32), tokens=100)

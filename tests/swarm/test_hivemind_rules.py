@@ -40,7 +40,7 @@ from diloco.exchange.hivemind.settings import difference, shared_settings
 from diloco.exchange.hivemind.surroundings import Surroundings
 from diloco.ledger import Ledger
 from diloco.outer_state import Layout, OuterState
-from diloco.reduction import Seen, reduce_chunk
+from diloco.reduction import Seen, Wire, reduce_chunk
 from islands import plugins
 from islands.config_file import parse_config
 
@@ -345,7 +345,7 @@ class TestRound:
                 "test",
                 network,
                 membership,
-                NoCodec(),
+                Wire(NoCodec(), NoCodec()),
                 deadline,
                 min_islands=1,
                 max_weight_ratio=10.0,
@@ -481,7 +481,7 @@ class TestVotes:
         async def run() -> messages.Reply:
             membership = Membership(TestRound.Network(None), Roster.first([entry(0), entry(1)]), entry(0).ticket, 10.0, print)
             around = Surroundings(
-                "test", membership._network, membership, NoCodec(), 40.0, 1, 10.0, True, report=print, background=print
+                "test", membership._network, membership, Wire(NoCodec(), NoCodec()), 40.0, 1, 10.0, True, report=print, background=print
             )
             rounds, attempt = Rounds(around, state, 8, print, started=True), Attempt(proposal(2), (0, 1), 0)
             rounds._keep(attempt)
