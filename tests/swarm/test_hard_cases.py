@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Callable, Iterator
@@ -184,6 +185,31 @@ class TestTrainersEnd:
         assert not client.is_late(1)
         client.launch(1, WORK)
         assert 1 not in client._outcomes, "it went to the exchange process"
+
+    def test_a_new_seat_is_taken_once_though_two_rounds_were_in_flight(self, client: HivemindExchange) -> None:
+        client._receive(ipc.SeatLost("gone"))
+        client._receive(joined(2))
+        client.launch(0, WORK)
+        client.launch(1, WORK)
+        assert client.arrived(0) and client.arrived(1)
+        assert client.outcome(1).seat.slot == 2
+        assert client.outcome(0).kind == "skipped"
+
+    def test_nobody_calls_before_the_outcome_is_taken(self, client: HivemindExchange) -> None:
+        """It may be taken many steps after the round has ended, and until then nothing can be launched."""
+        client.launch(0, WORK)
+        assert not client.arrived(0)
+        client._receive(ipc.Ended(self.outcome(client, "committed")))
+        client._state.called.fill_(LATE)
+        assert client.arrived(0) and not client.is_late(0) and client.is_late(1)
+        client.outcome(0)
+        assert client.is_late(0)
+
+    def test_an_outcome_that_is_taken_late_builds_on_no_anchor_that_is_overwritten(self, client: HivemindExchange) -> None:
+        client.launch(0, WORK)
+        client._receive(ipc.Ended(replace(self.outcome(client, "left_out"), rejected=False)))
+        client._receive(ipc.SeatLost("gone"))
+        assert client.outcome(0).rejected
 
 
 WORK = Work(100, 0, 10, 5)

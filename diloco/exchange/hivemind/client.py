@@ -141,6 +141,8 @@ class HivemindExchange:
             outcome = self._outcomes.pop(fragment)
             if outcome.seat:
                 self._to_take.clear()  # the trainer takes them all at once
+                for other in [index for index, untaken in self._outcomes.items() if untaken.seat]:
+                    self._outcomes[other] = self._skipped(other, "this island had lost its slot")
             return outcome
 
     def events(self) -> list[ExchangeEvent]:
