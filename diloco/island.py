@@ -10,10 +10,11 @@ from diloco.outer_state import Layout, OuterState
 from diloco.report import write_report
 from islands import plugins
 from islands.agreement import check_agreement
-from islands.fragments import Fragment, ParameterMover, schema_hash, schema_of, whole_model
+from islands.fragments import Fragment, cut, schema_hash, schema_of
 from islands.initialize import parameter_dtype
 from islands.island import build_island, load_corpus, meta_model
 from islands.mesh import check_grid
+from islands.parameter_mover import ParameterMover
 from islands.process import Process, is_first_rank, pick_device, process_group, world_size
 from islands.run import open_metrics
 from islands.sharing import FirstRankSays
@@ -38,7 +39,8 @@ def run_island(config: RunConfig) -> None:
     check_grid(config, world_size())
     corpus, device = load_corpus(config), pick_device(config.run.device)
     schema = schema_of(meta_model(config))
-    fragments = whole_model(schema)
+    outer = config.outer
+    fragments = cut(schema, outer.fragments, outer.fragment_pattern, outer.separate_embeddings)
     with ExitStack() as stack:
         coordinator = None
         if is_first_rank():  # first of all: the exchange process takes seconds to start, while the ranks meet
@@ -55,7 +57,7 @@ def run_island(config: RunConfig) -> None:
         outer_round = OuterRound(
             make_schedule(config, len(fragments)),
             config.outer,
-            ParameterMover(island.model.parts, fragments),
+            ParameterMover(island.model.parts, fragments, process),
             coordinator,
             metrics,
             process,

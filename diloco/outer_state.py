@@ -186,6 +186,14 @@ class FragmentState:
         self._ledgers[then].copy_(_to_tensor(self.ledger.after(counted).to_bytes()))
         return self._seal(then, height=self.height + 1, parent=bytes.fromhex(self.lineage))
 
+    def look_ahead(self, pseudo_gradient: Tensor, out: Tensor) -> None:
+        """Write into ``out`` what the anchor would be after a step by ``pseudo_gradient``; nothing else changes."""
+        for start in range(0, self.numel, BLOCK):
+            piece = slice(start, min(start + BLOCK, self.numel))
+            state = {name: tensor[piece] for name, tensor in self.optimizer_state.items()}
+            scratch = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+            self._optimizer.step(self.anchor[piece], pseudo_gradient[piece], state, self.height, out[piece], scratch)
+
     def staged_tensors(self) -> list[Tensor]:
         """Where a state received from another member is written: anchor first, then the optimizer's state in order."""
         return self._tensors(1 - self._now)

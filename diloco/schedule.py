@@ -1,5 +1,5 @@
 """Which fragments launch after which inner step, and where the learning rate stands. Pure: clocks and what others did
-come in as numbers. A round that was launched lands before the next inner step.
+come in as numbers.
 """
 
 from dataclasses import dataclass
@@ -39,9 +39,15 @@ class StepSchedule:
         """After one more inner step, which ``standing`` has counted."""
         return standing
 
-    def landed(self, standing: Standing, step: int, tokens: int) -> Standing:
-        """After a round that found the swarm at ``step``, with ``tokens`` counted. After a partition that may be back."""
-        return Standing(step, step) if step else standing
+    def landed(self, standing: Standing, step: int, tokens: int, finished: bool = True) -> Standing:
+        """After a round that found the swarm at ``step``, with ``tokens`` counted. After a partition that may be back.
+
+        Args:
+            finished: no fragment's last round is missing. Where one is, an island that falls behind jumps to the step before
+                the last, after which those rounds come.
+        """
+        reached = min(step, self.steps) if finished else min(step, max(standing.step, self.steps - 1))
+        return Standing(reached, reached) if step else standing
 
     def _offset(self, fragment: int) -> int:
         return fragment * self.sync_every // self.num_fragments
@@ -69,7 +75,7 @@ class TimedSchedule:
         """See :class:`StepSchedule`."""
         return Standing(standing.step, min(standing.lr_step, self.steps - 1))
 
-    def landed(self, standing: Standing, step: int, tokens: int) -> Standing:
+    def landed(self, standing: Standing, step: int, tokens: int, finished: bool = True) -> Standing:
         """See :class:`StepSchedule`. The island's own count of steps goes on."""
         return Standing(standing.step, self._lr_step(tokens))
 
@@ -95,6 +101,6 @@ class RoundTimer:
         """An inner step is done: the fragments whose round begins now."""
         return [index for index, since in enumerate(self._since) if now - since >= self._seconds or called(index)]
 
-    def landed(self, fragment: int, now: float) -> None:
-        """The round has ended, however it did."""
-        self._since[fragment] = now
+    def landed(self, fragment: int, since: float) -> None:
+        """The round has ended, however it did. What the island trained since ``since`` is not in it."""
+        self._since[fragment] = since

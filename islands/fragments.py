@@ -1,24 +1,18 @@
-"""Parameters by name: cut into fragments, gathered whole onto one rank's CPU and put back.
-
-The one place that knows how strategies spread a parameter over ranks. What crosses its border is flat, whole and in the order of
-the schema, and therefore the same for every mesh.
-"""
+"""Which parameters are exchanged, and how they are cut into fragments: by name, so that no mesh or stage plays a part."""
 
 import hashlib
-import zlib
-from collections import defaultdict
+import re
 from dataclasses import dataclass
-from typing import Callable, Iterator
+from typing import Literal, Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from islands.initialize import local_box, named_parameters
+from islands.config_file import ConfigError
+from islands.initialize import named_parameters
 
-#: Bytes that one rank moves before the next bucket begins: what bounds the copies held beside the model.
-BUCKET_BYTES = 64 << 20
+#: A parameter of a block: what comes before the block's number, and that number.
+_IN_BLOCK = re.compile(r"(.*?\b)(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -47,142 +41,62 @@ class Fragment:
         return sum(parameter.numel for parameter in self.parameters)
 
 
-def schema_of(model: nn.Module) -> tuple[ParameterSpec, ...]:
+Schema = tuple[ParameterSpec, ...]
+
+
+def schema_of(model: nn.Module) -> Schema:
     """Every parameter that trains, in the model's order. A model on the meta device serves."""
     parameters = named_parameters([model]).items()
     return tuple(ParameterSpec(name, tuple(p.shape)) for name, p in parameters if p.requires_grad)
 
 
-def schema_hash(schema: tuple[ParameterSpec, ...]) -> str:
+def schema_hash(schema: Schema) -> str:
     """SHA-256 (hex) of names and shapes in order: equal where states can be exchanged."""
     return hashlib.sha256(repr([(p.name, p.shape) for p in schema]).encode()).hexdigest()
 
 
-def whole_model(schema: tuple[ParameterSpec, ...]) -> list[Fragment]:
-    """One fragment with everything in it."""
-    return [Fragment("all", schema)]
+def cut(
+    schema: Schema, count: int, pattern: Literal["strided", "contiguous"] = "strided", separate_ends: bool = False
+) -> list[Fragment]:
+    """Cut a model into ``count`` fragments along its blocks.
 
+    Args:
+        pattern: every ``count``-th block to a fragment (Streaming DiLoCo, arXiv 2501.18512, found that better), or runs of them.
+        separate_ends: what belongs to no block (embeddings, head, last norm) is a fragment of its own, the last; else each such
+            parameter, largest first, goes to the smallest fragment.
 
-@dataclass(frozen=True)
-class _Region:
-    """A box of a parameter that one or several ranks hold."""
-
-    parameter: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The view of the box in the whole parameter."""
-        return whole[tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape))]
-
-
-class ParameterMover:
-    """Moves fragments between a model spread over ranks and flat vectors on one rank's CPU.
-
-    Made and called on all ranks of the island alike. Sends to each rank only what it holds, and gathers each element once.
+    Raises:
+        ConfigError: there are not as many blocks.
     """
-
-    def __init__(self, parts: list[nn.Module], fragments: list[Fragment]) -> None:
-        self._parts, self._fragments, self._rank = parts, fragments, dist.get_rank()
-        mine = {name: _Region(name, *local_box(parameter)) for name, parameter in named_parameters(parts).items()}
-        everyone: list[dict[str, _Region]] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        self._holders: dict[str, dict[_Region, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for rank, holdings in enumerate(everyone):
-            for name, region in holdings.items():
-                if region.numel:
-                    self._holders[name][region].append(rank)
-        for parameter in (parameter for fragment in fragments for parameter in fragment.parameters):
-            held = sum(region.numel for region in self._holders[parameter.name])
-            if held != parameter.numel:
-                raise RuntimeError(
-                    f"the ranks hold {held} of the {parameter.numel} elements of {parameter.name}; "
-                    "its placement is not one that can be moved"
-                )
-
-    @torch.no_grad()
-    def gather(self, fragment: int, owner: int, into: Tensor | None) -> None:
-        """Collect the whole fragment in ``into``, flat on the CPU of rank ``owner`` (None on the others)."""
-        for bucket in self._buckets(fragment):
-            pairs: dict[tuple[int, int], list[_Region]] = defaultdict(list)
-            for region, holders in bucket:
-                pairs[_pick(region, holders, owner), owner].append(region)
-            self._exchange(pairs, read=self._local, write=lambda region, values: self._slot(into, fragment, region).copy_(values))
-
-    @torch.no_grad()
-    def scatter(
-        self, fragment: int, owner: int, source: Tensor | None, apply: Callable[[Tensor, Tensor], object] = Tensor.copy_
-    ) -> None:
-        """Hand each rank its parts of ``source``, flat on the CPU of rank ``owner``; ``apply(local, part)`` uses them."""
-        for bucket in self._buckets(fragment):
-            pairs: dict[tuple[int, int], list[_Region]] = defaultdict(list)
-            for region, holders in bucket:
-                for holder in holders:
-                    pairs[owner, holder].append(region)
-            self._exchange(
-                pairs,
-                read=lambda region: self._slot(source, fragment, region),
-                write=lambda region, values: apply(self._local(region), values.to(self._local(region).device)),
-            )
-
-    def _buckets(self, fragment: int) -> Iterator[list[tuple[_Region, list[int]]]]:
-        bucket, size = [], 0
-        for parameter in self._fragments[fragment].parameters:
-            for region, holders in self._holders[parameter.name].items():
-                num_bytes = region.numel * 4
-                if bucket and size + num_bytes > BUCKET_BYTES:
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append((region, holders))
-                size += num_bytes
-        yield bucket
-
-    def _exchange(
-        self,
-        pairs: dict[tuple[int, int], list[_Region]],
-        read: Callable[[_Region], Tensor],
-        write: Callable[[_Region, Tensor], object],
-    ) -> None:
-        """One flat message for each pair (source, destination) of ranks; a pair of one rank is a plain copy."""
-        sends, receives = [], []
-        for (source, destination), regions in pairs.items():
-            if source == destination == self._rank:
-                for region in regions:
-                    write(region, read(region))
-            elif source == self._rank:
-                message = torch.cat([read(region).reshape(-1).to("cpu", self._dtype) for region in regions])
-                sends.append((dist.isend(message, destination), message))  # the message must outlive the send
-            elif destination == self._rank:
-                message = torch.empty(sum(region.numel for region in regions), dtype=self._dtype)
-                receives.append((dist.irecv(message, source), message, regions))
-        for work, message, regions in receives:
-            work.wait()
-            for region, values in zip(regions, message.split([region.numel for region in regions]), strict=True):
-                write(region, values.view(region.shape))
-        for work, _ in sends:
-            work.wait()
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self._parts[0].parameters()).dtype
-
-    def _local(self, region: _Region) -> Tensor:
-        parameter = named_parameters(self._parts)[region.parameter].detach()
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-    def _slot(self, flat: Tensor, fragment: int, region: _Region) -> Tensor:
-        start = 0
-        for parameter in self._fragments[fragment].parameters:
-            if parameter.name == region.parameter:
-                return region.of(flat[start : start + parameter.numel].view(parameter.shape))
-            start += parameter.numel
-        raise KeyError(region.parameter)
+    blocks = _blocks(schema)
+    wanted = count - (separate_ends and count > 1)
+    if wanted > max(1, len(blocks)):
+        ends = " beside the one for embeddings and head" if separate_ends else ""
+        raise ConfigError(
+            f"outer.fragments={count} asks for {wanted} fragments of blocks{ends}, and the model has {len(blocks)} blocks that train; "
+            f"give at most {len(blocks) + count - wanted}"
+        )
+    members = [_share(blocks, wanted, index, pattern) for index in range(wanted)]
+    ends = [parameter for parameter in schema if not _IN_BLOCK.match(parameter.name)]
+    if wanted < count:
+        members.append(ends)
+    else:
+        for parameter in sorted(ends, key=lambda each: -each.numel):
+            min(members, key=lambda each: sum(other.numel for other in each)).append(parameter)
+    return [
+        Fragment(str(index), tuple(parameter for parameter in schema if parameter in chosen))
+        for index, chosen in enumerate(map(set, members))
+    ]
 
 
-def _pick(region: _Region, holders: list[int], owner: int) -> int:
-    """Which holder sends: the owner itself where it can, else one by hash, so that replicas share the work."""
-    return owner if owner in holders else holders[zlib.crc32(repr(region).encode()) % len(holders)]
+def _blocks(schema: Schema) -> list[list[ParameterSpec]]:
+    found: dict[tuple[str, int], list[ParameterSpec]] = {}
+    for parameter in schema:
+        if match := _IN_BLOCK.match(parameter.name):
+            found.setdefault((match[1], int(match[2])), []).append(parameter)
+    return list(found.values())
+
+
+def _share(blocks: Sequence[list[ParameterSpec]], count: int, index: int, pattern: str) -> list[ParameterSpec]:
+    chosen = blocks[index::count] if pattern == "strided" else blocks[len(blocks) * index // count : len(blocks) * (index + 1) // count]
+    return [parameter for block in chosen for parameter in block]

@@ -85,6 +85,11 @@ def process_group(device: torch.device, timeout: float) -> Iterator[Process]:
         dist.destroy_process_group()
 
 
+def background_group(process: Process) -> dist.ProcessGroup:
+    """A group of all ranks for CPU tensors, to be used by one thread while another one trains. Called on all ranks alike."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=process.timeout))
+
+
 def is_collective_failure(error: BaseException) -> bool:
     """Whether ``error`` is a collective that timed out or lost a rank; one backend tells that in its message only."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

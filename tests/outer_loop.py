@@ -17,10 +17,11 @@ from diloco.ledger import Counted
 from diloco.outer_state import Layout, OuterState
 from islands import plugins
 from islands.data.base import Corpus, num_samples, windows
-from islands.fragments import ParameterMover, schema_of, whole_model
+from islands.fragments import cut, schema_of
 from islands.initialize import parameter_dtype
 from islands.island import Island, build_island, meta_model
 from islands.metrics import Metrics
+from islands.parameter_mover import ParameterMover
 from islands.process import Process
 from islands.train_loop import StepHook, train
 from islands.train_step import StepResult
@@ -63,13 +64,16 @@ def watched(island: Island) -> Island:
 def outer_round(island: Island, exchange: Callable[[OuterState], Any], metrics: Metrics) -> OuterRound:
     """The hook of an island whose exchange is made by ``exchange``; not started."""
     config = island.config
-    fragments = whole_model(schema_of(meta_model(config)))
+    outer = config.outer
+    fragments = cut(schema_of(meta_model(config)), outer.fragments, outer.fragment_pattern, outer.separate_embeddings)
     coordinator = None
     if island.process.rank == 0:
         optimizer = plugins.build("diloco.outer_optimizers", config.outer.optimizer)
-        state = OuterState(Layout([fragment.numel for fragment in fragments], optimizer, parameter_dtype(config)))
+        sizes, dtype = [fragment.numel for fragment in fragments], parameter_dtype(config)
+        layout = Layout(sizes, optimizer, dtype, 8, outer.error_feedback, keeps_mean=outer.overlap == "eager")
+        state = OuterState(layout)
         coordinator = Coordinator(exchange(state), state)
-    schedule, mover = make_schedule(config, len(fragments)), ParameterMover(island.model.parts, fragments)
+    schedule, mover = make_schedule(config, len(fragments)), ParameterMover(island.model.parts, fragments, island.process)
     return OuterRound(schedule, config.outer, mover, coordinator, metrics, island.process, 30.0)
 
 
@@ -148,6 +152,9 @@ class Scripted:
 
     def launch(self, fragment: int, work: Work) -> None:
         self.offers.append((self.state.local.clone(), work))
+
+    def arrived(self, fragment: int) -> bool:
+        return True
 
     def outcome(self, fragment: int) -> RoundOutcome:
         outcome, work = self.outcomes.pop(0), self.offers[-1][1]

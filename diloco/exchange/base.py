@@ -96,6 +96,10 @@ class RoundOutcome:
     step_seconds: float = 0.0
     seat: Seat | None = None
 
+    def share(self, slot: int) -> float:
+        """Of the island in ``slot`` in the mean; 0 where it took no part."""
+        return self.weights[self.members.index(slot)] / sum(self.weights) if slot in self.members else 0.0
+
     @property
     def finite(self) -> bool:
         """Whether this island's own parameters were numbers, all of them; else it took no part."""

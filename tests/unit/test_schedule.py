@@ -53,6 +53,13 @@ def test_by_steps_an_island_is_where_the_swarm_is() -> None:
     assert schedule.landed(Standing(40, 40), step=20, tokens=7) == Standing(20, 20)  # after a partition
 
 
+def test_a_jump_does_not_pass_by_the_last_round_of_another_fragment() -> None:
+    schedule = StepSchedule(steps=100, sync_every=10, num_fragments=2)
+    assert schedule.landed(Standing(40, 40), step=100, tokens=7, finished=False) == Standing(99, 99)
+    assert schedule.landed(Standing(100, 100), step=100, tokens=7, finished=False) == Standing(100, 100)
+    assert schedule.landed(Standing(40, 40), step=103, tokens=7) == Standing(100, 100)
+
+
 # By the clock.
 
 
@@ -81,7 +88,7 @@ def nobody(fragment: int) -> bool:
 def test_a_round_is_due_when_its_time_since_the_last_is_over() -> None:
     timer = RoundTimer(TimedSchedule(steps=9, seconds=10.0, total_tokens=1), now=100.0)
     assert [timer.due(now, nobody) for now in (101.0, 109.9, 110.0, 117.0)] == [[], [], [0], [0]]
-    timer.landed(0, now=118.0)
+    timer.landed(0, since=118.0)
     assert [timer.due(now, nobody) for now in (119.0, 127.9, 128.0)] == [[], [], [0]]
 
 

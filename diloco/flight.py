@@ -1,0 +1,54 @@
+"""A round of one fragment between launch and landing, as the trainer sees it."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
+
+from diloco.exchange.base import RoundOutcome, Work
+from islands.parameter_mover import Incoming
+
+#: The anchor as it is; or by how much it moved.
+What = Literal["anchor", "movement"]
+
+
+@dataclass
+class Flight:
+    """What an island keeps of a launched round.
+
+    Attributes:
+        inner_step: the island's own count when it was launched.
+        slot: that the work was done in.
+        gathered: done when the parameters are with rank 0, and there offered to the exchange.
+        outcome: once it is known here.
+        incoming: the state that it lands with, on its way to this rank, and which one that is.
+        stall_seconds: for which training stood still because of it.
+        gather_seconds, scatter_seconds: of moving it, most of that beside the training.
+    """
+
+    fragment: int
+    numel: int
+    work: Work
+    inner_step: int
+    slot: int
+    gathered: "Future[None]" = field(default_factory=Future)
+    launched: float = field(default_factory=time.monotonic)
+    outcome: RoundOutcome | None = None
+    incoming: tuple[What, Incoming] | None = None
+    stall_seconds: float = 0.0
+    gather_seconds: float = 0.0
+    scatter_seconds: float = 0.0
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was launched."""
+        return time.monotonic() - self.launched
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What rank 0 has all ranks do between two inner steps: land, launch, or begin to move what has arrived early."""
+
+    landing: tuple[RoundOutcome, ...] = ()
+    launching: tuple[int, ...] = ()
+    arriving: tuple[RoundOutcome, ...] = ()
