@@ -27,17 +27,24 @@ class Ending:
     def __init__(self, around: Surroundings, state: FragmentState, contribution: Contribution) -> None:
         self._around, self._state, self._contribution = around, state, contribution
         self._started, self._seconds, self.traffic = time.monotonic(), Counter[str](), Traffic()
+        self._running: tuple[str, float] | None = None  # what is being timed, and since when
         self.decode_seconds = 0.0
         self.left_out: RoundOutcome | None = None
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
         """The block is spent on ``transfer`` or ``recovering``; all other time is waiting."""
-        started = time.monotonic()
+        self._running = what, time.monotonic()
         try:
             yield
         finally:
-            self._seconds[what] += time.monotonic() - started
+            self._seconds[what] = self._spent_on(what)
+            self._running = None
+
+    def _spent_on(self, what: str) -> float:
+        """Seconds, up to now: a round is told of while its last part is still being timed."""
+        running, since = self._running or ("", 0.0)
+        return self._seconds[what] + (time.monotonic() - since if running == what else 0.0)
 
     def swap(self, kind: str, last: LastRound, **details: object) -> RoundOutcome:
         """Make the staged state the agreed one, which is the end of a round. Nothing in here waits."""
@@ -65,7 +72,7 @@ class Ending:
 
     def _outcome(self, kind: str, height: int, ledger: Ledger, **details: object) -> RoundOutcome:
         seconds = time.monotonic() - self._started
-        transfer, recovering = self._seconds["transfer"], self._seconds["recovering"]
+        transfer, recovering = self._spent_on("transfer"), self._spent_on("recovering")
         return RoundOutcome(
             kind,
             self._state.index,
