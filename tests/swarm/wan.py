@@ -16,7 +16,7 @@ from typing import Any, Sequence
 import wan_router
 
 _UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
-_FAST = 200e6  # bit/s, from which on Python can't look at every segment by itself
+_FAST = 80e6  # bit/s, from which on Python can't look at every segment by itself, least of all both ways
 
 
 @dataclass(frozen=True)
