@@ -23,7 +23,7 @@ class Rice:
 
     def __init__(self, width: int, count: int) -> None:
         self._width, self._count = width, count
-        self.low_bits = ((width - 1) // count).bit_length() - 1
+        self.low_bits = max(((width - 1) // count).bit_length() - 1, 0)
 
     def encode(self, columns: Tensor) -> Tensor:
         """``columns`` (rows, count), rising along each row, from 0 to width - 1, as bytes."""

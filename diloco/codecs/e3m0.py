@@ -16,7 +16,7 @@ TABLE = (0.0, 2.0**-6, 2.0**-5, 2.0**-4, 2.0**-3, 2.0**-2, 2.0**-1, 1.0)
 
 _MANTISSA = 23  # bits of it in fp32
 _INFINITY = 255 << _MANTISSA
-_SMALLEST, _LARGEST = 7, 254  # exponents of a scale, as fp32 has them: no value that is sent needs fp32's denormal numbers
+_SMALLEST, _LARGEST = 8, 254  # exponents of a scale, as fp32 has them: nothing here needs its denormal numbers
 
 
 class Config(CodecSection):
@@ -30,7 +30,7 @@ class E3M0:
 
     The scale is the power of two next to the block's largest magnitude, so that all this is done on the exponents of fp32,
     with no arithmetic that could round. Halfway goes to the even exponent, or to zero. A value is off by at most a third
-    of itself or, where that is more, 1/128 of the scale, which is at most 4/3 of the block's largest magnitude, or 2^-120.
+    of itself or, where that is more, 1/128 of the scale, which is at most 4/3 of the block's largest magnitude, or 2^-119.
     Above 2^127 it may be half of itself.
     """
 
