@@ -33,10 +33,12 @@ class Statistical2:
     def encode(self, values: Tensor) -> Tensor:
         """See :class:`diloco.reduction.Codec`. Raises ValueError where a value is not finite."""
         blocks = to_blocks(values, _BLOCK)
-        levels, is_large = two_levels(blocks.abs())
+        scratch = blocks.abs()
+        levels, is_large = two_levels(scratch)
         raw, _ = encode_scales(levels.view(-1), round_up=False)
-        codes = (blocks.view(torch.int32) >> 30).bitwise_and_(2).bitwise_or_(is_large.int()).to(torch.uint8)
-        return torch.cat([raw, packing.pack(codes.view(-1), 2)])
+        signs = torch.bitwise_right_shift(blocks.view(torch.int32), 30, out=scratch.view(torch.int32)).bitwise_and_(2)
+        ones = is_large.view(torch.int32).bitwise_right_shift_(29)  # the bits of 1.0 are 0x3f800000
+        return torch.cat([raw, packing.pack(signs.bitwise_or_(ones).to(torch.uint8).view(-1), 2)])
 
     def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """See :class:`diloco.reduction.Codec`."""
