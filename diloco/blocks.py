@@ -38,11 +38,11 @@ def to_blocks(values: Tensor, size: int) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, numel: int, dtype: torch.dtype, largest: float) -> Tensor:
-    """The first ``numel`` values of fp32 ``blocks`` as ``dtype``, with no infinity where none may exceed ``largest``.
+    """The first ``numel`` values of fp32 ``blocks`` as ``dtype``. What that can't hold becomes its largest number.
 
     Args:
-        largest: a bound on the magnitudes before they were rounded to fp32. Where the dtype's range may not hold them, they
-            are kept inside it. ``blocks`` is overwritten.
+        blocks: overwritten.
+        largest: a bound on the magnitudes: only where the dtype may not hold it are they looked at.
     """
     values = blocks.view(-1)[:numel]
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)

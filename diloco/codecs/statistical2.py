@@ -22,10 +22,10 @@ class Config(CodecSection):
 class Statistical2:
     """Each value becomes plus or minus the mean magnitude of the small or of the large ones of its block.
 
-    See :func:`diloco.two_levels.two_levels` for what is small. As levels are means, a block's squared error is the block's
-    square less that of what was sent: lossy, but never larger than sending nothing; for a Gaussian a third of the norm. A
-    value is off by at most 33/32 of its block's largest magnitude, or 2^-15 of the largest of all where that is more, or
-    2^-126.
+    See :func:`diloco.two_levels.two_levels` for what is small. As levels are means, the square of what is lost is that of
+    the block less that of what is sent (but for the 1/32 that a level is rounded by): for a Gaussian a third of the norm is
+    lost, and never more than by sending nothing. A value is off by at most 33/32 of its block's largest magnitude, or 2^-15
+    of the largest of all where that is more; and 2^-126.
     """
 
     bits = 2 + 16 / _BLOCK
