@@ -23,7 +23,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def look_up(packed: Tensor, bits: int, values: tuple[float, ...]) -> Tensor:
-    """What the codes stand for: ``values[code]`` as fp32, for all codes that were packed."""
+    """What codes of 2 or 4 bits stand for: ``values[code]`` as fp32, for all codes that were packed."""
     return _spread(packed, _table(bits, values))
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Callable
 
-import torch
 from torch import Tensor
 
 from diloco.config import OuterSection, RunConfig
@@ -146,14 +145,13 @@ class OuterRound:
     # -- what happens next, as rank 0 knows ----------------------------------------------------------------------------
 
     def _next(self, progress: Progress) -> Boundary:
-        due = self._due(progress)
+        due = {index for index in self._due(progress) if self._launched_at[index] < self._inner_step}
         landing = [flight for flight in self._flights.values() if self._lands(flight, flight.fragment in due, progress)]
         if landing:
             return Boundary(landing=tuple(self._outcome(flight) for flight in landing))
         self._missed |= due & self._flights.keys()
-        ready = sorted(due - self._flights.keys())
-        if launching := [index for index in ready if self._launched_at[index] < self._inner_step and self._work[index].tokens]:
-            self._missed -= set(launching)
+        if launching := [index for index in sorted(due - self._flights.keys()) if self._work[index].tokens]:
+            self._missed.difference_update(launching)
             return Boundary(launching=tuple(launching))
         early = [each for each in self._flights.values() if self._several_ranks and not each.outcome and self._arrived(each)]
         return Boundary(arriving=tuple(self._outcome(flight) for flight in early))
@@ -280,7 +278,7 @@ class OuterRound:
             return
         self._bring(flight, "anchor")
         alpha = 0.0 if last else self._section.merge_alpha
-        flight.incoming[1].apply(partial(torch.lerp, weight=1 - alpha) if alpha else Tensor.copy_)
+        flight.incoming[1].apply(partial(Tensor.lerp_, weight=1 - alpha) if alpha else Tensor.copy_)
 
     def _take_anchor(self, fragment: int, progress: Progress) -> None:
         """Nothing that was done since can count."""

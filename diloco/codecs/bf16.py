@@ -19,7 +19,7 @@ class Config(CodecSection):
 
 
 class BrainFloat:
-    """Values rounded, half to even, to bfloat16: each is off by at most 2^-9 of itself, or 2^-134 where that is more.
+    """Values rounded, half to even, to bfloat16: each is off by at most 2^-8 of itself, or 2^-134 where that is more.
 
     What is larger than bfloat16's largest number (3.39e38) becomes that.
     """

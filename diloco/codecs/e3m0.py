@@ -1,4 +1,4 @@
-"""Four-bit floats of a sign and three bits of exponent (E3M0), which Streaming DiLoCo sends: arXiv 2501.18512, section 2.3."""
+"""Four-bit floats of a sign and three bits of exponent (E3M0), which Streaming DiLoCo sends (arXiv 2501.18512)."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ TABLE = (0.0, 2.0**-6, 2.0**-5, 2.0**-4, 2.0**-3, 2.0**-2, 2.0**-1, 1.0)
 
 _MANTISSA = 23  # bits of it in fp32
 _INFINITY = 255 << _MANTISSA
-_SMALLEST, _LARGEST = 7, 254  # exponents of a scale, as fp32 has them: no value that is sent needs fp32's denormal numbers
+_SMALLEST, _LARGEST = 8, 254  # exponents of a scale, as fp32 has them: nothing here needs its denormal numbers
 
 
 class Config(CodecSection):
@@ -30,7 +30,7 @@ class E3M0:
 
     The scale is the power of two next to the block's largest magnitude, so that all this is done on the exponents of fp32,
     with no arithmetic that could round. Halfway goes to the even exponent, or to zero. A value is off by at most a third
-    of itself or, where that is more, 1/128 of the scale, which is at most 4/3 of the block's largest magnitude, or 2^-120.
+    of itself or, where that is more, 1/128 of the scale, which is at most 4/3 of the block's largest magnitude, or 2^-119.
     Above 2^127 it may be half of itself.
     """
 
@@ -46,10 +46,11 @@ class E3M0:
         exponents = odd.add_(magnitudes).add_((1 << _MANTISSA - 1) - 1).bitwise_right_shift_(_MANTISSA)  # half to even
         scales = exponents.amax(1, keepdim=True).clamp_(_SMALLEST, _LARGEST)
         codes = exponents.sub_(scales - 7).clamp_(0, 7)
-        above_half = magnitudes > scales - 7 << _MANTISSA  # of the least number: there, the next one below is zero
+        above_half = magnitudes.gt_(scales - 7 << _MANTISSA)  # of the least number: there, the next one below is zero
+        codes = torch.maximum(codes, above_half, out=codes)
         signs = torch.bitwise_right_shift(words, 28, out=magnitudes).bitwise_and_(8)
-        codes = torch.maximum(codes, above_half).bitwise_or_(signs).to(torch.uint8)
-        return torch.cat([scales.view(-1).to(torch.uint8), packing.pack(codes.view(-1), 4)])
+        codes = codes.bitwise_or_(signs).to(torch.uint8).view(-1)
+        return torch.cat([scales.view(-1).to(torch.uint8), packing.pack(codes, 4)])
 
     def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """See :class:`diloco.reduction.Codec`. Raises ValueError as well where a scale is out of range."""
