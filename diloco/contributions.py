@@ -38,15 +38,16 @@ def capped_weights(tokens: Sequence[int], max_weight_ratio: float) -> tuple[floa
 def too_large(sizes: Mapping[int, Size], typical_norm: float) -> set[int]:
     """Slots whose contribution is absurdly large.
 
-    With three members and more: against the median of all. Two members can't outvote each other, so one of them has to
-    be too large against the other *and* against what was typical in the last rounds. A lone one has no judge.
+    Against the median of all and what was typical in the last rounds, whichever is larger: with error feedback and few
+    bits, newcomers send far less at first than those who have lost much before. Two members can't outvote each other, so
+    one of them has to be too large against the other instead of the median. A lone one has no judge.
     """
     if len(sizes) < 2:
         return set()
     usual_tokens = median_low(size.tokens for size in sizes.values())
     norms = {slot: size.norm * min(1.0, usual_tokens / size.tokens) for slot, size in sizes.items()}
     if len(sizes) > 2:
-        usual = median(norms.values())
+        usual = max(median(norms.values()), typical_norm)
         return {slot for slot, norm in norms.items() if norm > LARGEST_NORM_RATIO * usual}
     largest, other = sorted(norms, key=lambda slot: norms[slot], reverse=True)
     limit = LARGEST_NORM_RATIO * max(norms[other], typical_norm)

@@ -1,5 +1,6 @@
 """What an island contributes to a round: its pseudo-gradient and what earlier encodings lost, encoded once. torch only."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ class Encoded:
     """A contribution as it goes to others, in every attempt the same bytes.
 
     Attributes:
-        norm: L2 norm of the pseudo-gradient; not finite where the parameters are not.
+        norm: L2 norm of the pseudo-gradient; not finite where the parameters are not, or nothing else can be sent of them.
         sent_norm: of what the bytes decode to, which others measure.
         chunks: uint8, one for each chunk of the fragment; empty where not all of it is finite.
     """
@@ -59,4 +60,6 @@ def encode_contribution(state: FragmentState, codec: Codec, position: int, decay
             torch.sub(values, decoded, out=state.next_residual[piece])
         wide = decoded.double()
         square += float(wide @ wide)
+    if not math.isfinite(square):  # the codec can't hold such values, which are as little use as parameters that are none
+        return Encoded(square)
     return Encoded(health.norm, square**0.5, chunks)

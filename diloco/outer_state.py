@@ -104,6 +104,11 @@ class FragmentState:
         """This island's contribution up to ``position`` of its data is being encoded; one that was before can't count."""
         self._offered.fill_(position)
 
+    @property
+    def offered(self) -> int:
+        """The position that :meth:`offers` was last told; 0 where nothing was offered since the slot was taken."""
+        return int(self._offered)
+
     def forget_residual(self) -> None:
         """The island's contributions until now are none of the agreed state's: it has another slot, or a new run."""
         for residual in self._residuals:
@@ -228,7 +233,7 @@ class FragmentState:
         before, after = self.ledger.positions[slot], self.staged.ledger.positions[slot]
         if not self._residuals or after == before:
             return False
-        if after != int(self._offered):  # what counts, or counts no more, is none that this island has the loss of
+        if after != self.offered:  # what counts, or counts no more, is none that this island has the loss of
             self.next_residual.zero_()
         return True
 

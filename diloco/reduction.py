@@ -116,12 +116,14 @@ def reduce_chunk(
     dtype: torch.dtype,
     seen: Seen | None = None,
 ) -> Tensor:
-    """The mean of one chunk's contributions, as ``codec`` encoded them. One that is not finite counts as zero.
+    """The mean of one chunk's contributions, as ``codec`` encoded them.
+
+    One that is not finite, or stands for nothing, counts as zero.
 
     Args:
         seen: told what went into it; what is not finite is seen as boundless, so that it is found out by all alike.
     """
-    contributions = [codec.decode(values, numel, dtype) for values in encoded]
+    contributions = [_decoded(codec, values, numel, dtype) for values in encoded]
     sound = [values if bool(torch.isfinite(values).all()) else torch.zeros_like(values) for values in contributions]
     mean = weighted_mean(sound, weights)
     if seen is None:
@@ -131,6 +133,14 @@ def reduce_chunk(
         if values is not sound[index]:
             seen.squares[index] = _BOUNDLESS
     return mean
+
+
+def _decoded(codec: Codec, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """One that its member has made wrongly is that member's fault alone, so it is no error here."""
+    try:
+        return codec.decode(encoded, numel, dtype)
+    except ValueError:
+        return torch.full((numel,), math.nan, dtype=dtype)
 
 
 def through(codec: Codec, mean: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ leaves a file when it has fired, so that a test can prove that it did.
 """
 
 import asyncio
+import hashlib
 import inspect
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import random
 import re
 import signal
 import socket
+import struct
 import sys
 import time
 from contextlib import contextmanager
@@ -64,12 +66,18 @@ def drift(fragment: int, numel: int, seed: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(10 * seed + fragment))
 
 
+def layout_of(config: RunConfig, sizes: list[int]) -> Layout:
+    """Of the outer state."""
+    optimizer = plugins.build("diloco.outer_optimizers", config.outer.optimizer)
+    return Layout(sizes, optimizer, max_slots=config.swarm.max_slots, error_feedback=config.outer.error_feedback)
+
+
 class Trainer:
     """What runs in an island's trainer process. Every public method can be asked for over the pipe."""
 
     def __init__(self, raw: dict[str, Any], sizes: list[int], faults: str) -> None:
         config = parse_config(RunConfig, raw)
-        self._state = OuterState(Layout(sizes, plugins.build("diloco.outer_optimizers", config.outer.optimizer), max_slots=config.swarm.max_slots))
+        self._state = OuterState(layout_of(config, sizes))
         for index, fragment in enumerate(self._state.fragments):
             fragment.anchor.copy_(first_anchor(index, fragment.numel))
             fragment.initialize()
@@ -85,7 +93,7 @@ class Trainer:
         self._exchange.started()
         return seat
 
-    def launch(self, fragment: int, weight: float, seed: int, poison: bool = False, scale: float = 1.0) -> None:
+    def launch(self, fragment: int, weight: float, seed: int, poison: bool = False, scale: float = 1.0) -> Work:
         """Drift from the anchor and offer that to the next round."""
         state = self._state.fragments[fragment]
         state.local.copy_(state.anchor - scale * drift(fragment, state.numel, seed))
@@ -93,7 +101,9 @@ class Trainer:
             state.local[state.numel // 2] = float("nan")
         start = self._done[fragment]
         self._offered[fragment] += 10
-        self._exchange.launch(fragment, Work(int(weight), start, self._offered[fragment], state.height + 1))
+        work = Work(int(weight), start, self._offered[fragment], state.height + 1)
+        self._exchange.launch(fragment, work)
+        return work
 
     def outcome(self, fragment: int) -> Any:
         """How the round ended."""
@@ -129,6 +139,11 @@ class Trainer:
             "ledger": state.ledger,
             "tensors": {name: tensor.numpy().copy() for name, tensor in tensors.items()},
         }
+
+    def residual(self, fragment: int) -> np.ndarray | None:
+        """What was lost of the contributions that counted, copied."""
+        residual = self._state.fragments[fragment].residual
+        return None if residual is None else residual.numpy().copy()
 
     def close(self) -> None:
         """Leave the swarm."""
@@ -253,10 +268,14 @@ class Swarm:
 
     islands: list[Island]
 
-    def launch(self, fragment: int, seed: int, weights: list[float], only: list[int] | None = None) -> None:
-        """Launch a round; island i drifts by ``seed + i``."""
-        for index in self._those(only):
-            self.islands[index].call("launch", fragment, weights[index], seed + index)
+    def launch(
+        self, fragment: int, seed: int, weights: list[float], only: list[int] | None = None, poisoned: int | None = None
+    ) -> dict[int, Work]:
+        """Launch a round; island i drifts by ``seed + i``. What each offers; the one that is ``poisoned`` has nothing."""
+        return {
+            index: self.islands[index].call("launch", fragment, weights[index], seed + index, poison=index == poisoned)
+            for index in self._those(only)
+        }
 
     def outcomes(self, fragment: int, only: list[int] | None = None) -> list[Any]:
         """Wait for the round to end everywhere."""
@@ -379,6 +398,8 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
     ``garbage_to_<slot>``: :func:`throw_garbage` at that member, in place of a vote for it.
     ``cut``: no message passes between this island and the peers that the file lists, as long as it is there.
     ``cut_after_vote``: the cut, from all, once every other member has acknowledged this island's vote.
+    ``break_transfer``: one of its streams breaks; what it offers to the attempts is written down in ``offered``.
+    ``skip_round``: its round has no result. ``die_after_vote``: kill -9, when the others have all that they need to commit.
     ``exaggerate`` and ``break``: what is sent is a hundred times what was claimed, or holds a NaN.
     ``corrupt_mean``: one byte of a mean that this island reduced is changed on its way to one member.
     """
@@ -396,15 +417,17 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
         armed.rename(folder / f"{fault}.fired")
         return True
 
-    send_tensor, send_plain = Stream.send_tensor, Stream.send_plain
+    send_chunk, send_plain = Stream.send_chunk, Stream.send_plain
     cast_vote, call = voting.cast_vote, Surroundings.call
 
-    async def send_tensor_or_hang(self: Stream, values: Tensor) -> None:
+    async def send_chunk_or_hang(self: Stream, number: int, values: Tensor) -> None:
+        if fires("break_transfer"):
+            raise ConnectionResetError("broken by a test")
         if fires("hang_in_transfer"):
-            self._writer.write(values.numel().to_bytes(4, "little"))
+            self._writer.write(struct.pack("<II", number, values.numel()))
             await self.send_plain(values[: values.numel() // 2])
             await asyncio.Event().wait()
-        await send_tensor(self, values)
+        await send_chunk(self, number, values)
 
     async def send_plain_or_hang(self: Stream, values: Tensor) -> None:
         if (folder / "slow_donation").exists() and inspect.currentframe().f_back.f_code.co_name == "serve":
@@ -424,6 +447,8 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
             if fires("stop_before_vote"):
                 os.kill(os.getpid(), signal.SIGSTOP)
         await cast_vote(*arguments)
+        if fires("die_after_vote"):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     async def call_or_lose(self: Surroundings, slot: int, request: messages.Request, *more: Any) -> Any:
         if isinstance(request, messages.Vote) and fires(f"lose_vote_to_{slot}"):
@@ -433,13 +458,32 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
         return await call(self, slot, request, *more)
 
     Stream.send_plain = send_plain_or_hang
-    Stream.send_tensor, voting.cast_vote, Surroundings.call = send_tensor_or_hang, vote_or_hang, call_or_lose
+    Stream.send_chunk, voting.cast_vote, Surroundings.call = send_chunk_or_hang, vote_or_hang, call_or_lose
+    _add_skips(folder, fires)
     _add_cuts(folder, fires)
     _add_lies(fires)
     _process_main(pipe, start)
 
 
 _process_main = process.main
+
+
+def _add_skips(folder: Path, fires: Callable[[str], bool]) -> None:
+    """Rounds that come to nothing, and a record of what was offered to each attempt."""
+    from diloco.exchange.hivemind.round import Round
+
+    advance, accept = Round._advance, Round._accept
+
+    async def advance_or_skip(self: Round) -> Any:
+        return self._ending.skipped("a test wants it so") if fires("skip_round") else await advance(self)
+
+    def accept_and_note(self: Round, proposal: Any) -> Any:
+        sent = hashlib.sha256(b"".join(chunk.numpy().tobytes() for chunk in self._contribution.own.chunks)).hexdigest()
+        with (folder / "offered").open("a") as file:
+            file.write(f"{proposal.fragment} {proposal.height} {proposal.attempt} {sent}\n")
+        return accept(self, proposal)
+
+    Round._advance, Round._accept = advance_or_skip, accept_and_note
 
 
 def _add_cuts(folder: Path, fires: Callable[[str], bool]) -> None:
@@ -485,22 +529,22 @@ def _add_lies(fires: Callable[[str], bool]) -> None:
     from diloco.exchange.hivemind.stream import Stream
     from diloco.exchange.hivemind.contribution import Contribution
 
-    prepare, send_tensor = Contribution.prepare, Stream.send_tensor
+    prepare, send_chunk = Contribution.prepare, Stream.send_chunk
 
     def prepare_lie(self: Contribution) -> None:
         prepare(self)
         if fires("exaggerate"):
-            self.encoded = [(chunk.view(torch.float32) * 100).view(torch.uint8) for chunk in self.encoded]
+            self.own.chunks[:] = [(chunk.view(torch.float32) * 100).view(torch.uint8) for chunk in self.own.chunks]
         if fires("break"):
-            self.encoded[0].view(torch.float32)[3] = float("nan")
+            self.own.chunks[0].view(torch.float32)[3] = float("nan")
 
-    async def send_or_corrupt(self: Stream, values: Tensor) -> None:
+    async def send_or_corrupt(self: Stream, number: int, values: Tensor) -> None:
         if "serve" in inspect.currentframe().f_back.f_code.co_qualname and fires("corrupt_mean"):
             values = values.clone()
             values[2] ^= 1
-        await send_tensor(self, values)
+        await send_chunk(self, number, values)
 
-    Contribution.prepare, Stream.send_tensor = prepare_lie, send_or_corrupt
+    Contribution.prepare, Stream.send_chunk = prepare_lie, send_or_corrupt
 
 
 async def throw_garbage(daemon: Any, peer: str, seal: Seal = Seal(b"")) -> list[bytes]:

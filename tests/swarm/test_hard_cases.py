@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Callable, Iterator
@@ -35,7 +36,7 @@ from diloco.exchange.hivemind.rounds import Rounds
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
 from diloco.ledger import Ledger
 from diloco.outer_state import LATE, Layout, OuterState
-from diloco.reduction import CHUNK
+from diloco.reduction import CHUNK, Wire
 from islands import plugins
 from islands.config_file import parse_config
 
@@ -185,6 +186,31 @@ class TestTrainersEnd:
         client.launch(1, WORK)
         assert 1 not in client._outcomes, "it went to the exchange process"
 
+    def test_a_new_seat_is_taken_once_though_two_rounds_were_in_flight(self, client: HivemindExchange) -> None:
+        client._receive(ipc.SeatLost("gone"))
+        client._receive(joined(2))
+        client.launch(0, WORK)
+        client.launch(1, WORK)
+        assert client.arrived(0) and client.arrived(1)
+        assert client.outcome(1).seat.slot == 2
+        assert client.outcome(0).kind == "skipped"
+
+    def test_nobody_calls_before_the_outcome_is_taken(self, client: HivemindExchange) -> None:
+        """It may be taken many steps after the round has ended, and until then nothing can be launched."""
+        client.launch(0, WORK)
+        assert not client.arrived(0)
+        client._receive(ipc.Ended(self.outcome(client, "committed")))
+        client._state.called.fill_(LATE)
+        assert client.arrived(0) and not client.is_late(0) and client.is_late(1)
+        client.outcome(0)
+        assert client.is_late(0)
+
+    def test_an_outcome_that_is_taken_late_builds_on_no_anchor_that_is_overwritten(self, client: HivemindExchange) -> None:
+        client.launch(0, WORK)
+        client._receive(ipc.Ended(replace(self.outcome(client, "left_out"), rejected=False)))
+        client._receive(ipc.SeatLost("gone"))
+        assert client.outcome(0).rejected
+
 
 WORK = Work(100, 0, 10, 5)
 
@@ -239,7 +265,7 @@ def test_an_attempt_on_the_old_state_ends_when_another_is_taken_over() -> None:
         membership = Membership(RoundTests.Network(None), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, print)
         membership.make_status = lambda sequence, incarnation: None
         around = Surroundings(
-            "test", membership._network, membership, NoCodec(), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
+            "test", membership._network, membership, Wire(NoCodec(), NoCodec()), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
         )
         current = Round(around, state.fragments[0], WORK, keep=lambda attempt: None)
         current._contribution.prepare()
@@ -373,7 +399,7 @@ def test_nobody_waits_for_one_that_could_not_catch_up_within_a_whole_round(monke
     async def run() -> list[str]:
         membership = Membership(RoundTests.Network(None), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, print)
         around = Surroundings(
-            "test", membership._network, membership, NoCodec(), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
+            "test", membership._network, membership, Wire(NoCodec(), NoCodec()), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
         )
         rounds, now, seen = Rounds(around, state, 8, print, started=True), time.monotonic(), []
         ahead = Tip(fragment=0, height=1, lineage=bytes(32), digest=bytes(32), tokens=100)

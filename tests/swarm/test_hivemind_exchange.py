@@ -25,6 +25,7 @@ from harness import (
     settings,
 )
 
+from diloco.codecs import build_wire
 from diloco.config import RunConfig
 from diloco.exchange.base import JoinError, Work
 from diloco.exchange.hivemind import messages
@@ -156,13 +157,11 @@ def test_rounds_equal_in_memory_and_a_plain_reference(swarm: Swarm) -> None:
 def in_memory(fragment: int) -> tuple[torch.Tensor, torch.Tensor, str]:
     """The same three rounds by islands that are threads."""
     config = parse_config(RunConfig, settings())
-    optimizer, codec = plugins.build("diloco.outer_optimizers", config.outer.optimizer), plugins.build(
-        "diloco.codecs", config.outer.codec
-    )
+    optimizer, wire = plugins.build("diloco.outer_optimizers", config.outer.optimizer), build_wire(config.outer.codec)
     hub, states = Hub(3), [OuterState(Layout(SIZES, optimizer, max_slots=4)) for _ in range(3)]
 
     def island(slot: int) -> None:
-        exchange, state = InMemoryExchange(hub, slot, states[slot], codec, 60.0), states[slot].fragments[fragment]
+        exchange, state = InMemoryExchange(hub, slot, states[slot], wire, 60.0), states[slot].fragments[fragment]
         state.anchor.copy_(first_anchor(fragment, state.numel))
         state.initialize()
         for number in range(3):

@@ -32,7 +32,7 @@ from diloco.exchange.hivemind.messages import (
     Tip,
 )
 from diloco.exchange.hivemind.network import Unreachable
-from diloco.exchange.hivemind.offers import claim_objection, judge, odd_ones, proposal_objection, select
+from diloco.exchange.hivemind.offers import claim_objection, independent_values, judge, odd_ones, proposal_objection, select
 from diloco.exchange.hivemind.roster import Roster, next_entry
 from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.rounds import Rounds
@@ -40,7 +40,7 @@ from diloco.exchange.hivemind.settings import difference, shared_settings
 from diloco.exchange.hivemind.surroundings import Surroundings
 from diloco.ledger import Ledger
 from diloco.outer_state import Layout, OuterState
-from diloco.reduction import Seen, reduce_chunk
+from diloco.reduction import Seen, Wire, reduce_chunk
 from islands import plugins
 from islands.config_file import parse_config
 
@@ -345,7 +345,7 @@ class TestRound:
                 "test",
                 network,
                 membership,
-                NoCodec(),
+                Wire(NoCodec(), NoCodec()),
                 deadline,
                 min_islands=1,
                 max_weight_ratio=10.0,
@@ -481,7 +481,7 @@ class TestVotes:
         async def run() -> messages.Reply:
             membership = Membership(TestRound.Network(None), Roster.first([entry(0), entry(1)]), entry(0).ticket, 10.0, print)
             around = Surroundings(
-                "test", membership._network, membership, NoCodec(), 40.0, 1, 10.0, True, report=print, background=print
+                "test", membership._network, membership, Wire(NoCodec(), NoCodec()), 40.0, 1, 10.0, True, report=print, background=print
             )
             rounds, attempt = Rounds(around, state, 8, print, started=True), Attempt(proposal(2), (0, 1), 0)
             rounds._keep(attempt)
@@ -599,6 +599,12 @@ class TestOffers:
         judged = judge(proposal(len(claims)).model_copy(update={"claims": claims}), numel, ballots)
         return judged and (judged.claim.slot, judged.rule)
 
+    def test_a_sparse_codec_has_few_values_that_are_independent(self) -> None:
+        assert independent_values(NoCodec(), 4096) == 4096
+        assert independent_values(SimpleNamespace(bits=64.0), 4096) == 4096
+        assert independent_values(SimpleNamespace(bits=0.25), 4096) == 32
+        assert independent_values(SimpleNamespace(bits=0.25), 5) == 1
+
     def test_the_odd_digest_is_found_by_majority_only(self) -> None:
         votes = {0: ballot(0), 1: ballot(1, B), 2: ballot(2)}
         assert [each.claim.slot for each in odd_ones(proposal(3), votes)] == [1]
@@ -628,9 +634,13 @@ class TestSettings:
             run={"dir": "elsewhere", "device": "cpu"},
             train={"micro_batch_size": 1},
             parallel={"data_parallel_size": 2},
+            outer={"overlap": 5, "merge_alpha": 0.5, "late": "land_late"},
         )
 
     def test_the_rest_does(self) -> None:
+        alike = ["error_feedback", "residual_decay", "fragments", "fragment_pattern", "separate_embeddings"]
+        alike += ["codec.type", "optimizer.type", "optimizer.lr", "optimizer.momentum"]
+        assert {f"outer.{key}" for key in alike} <= self.shared().keys()
         changed = self.shared(outer={"sync_every": 7}, run={"seed": 1})
         expected = "outer.sync_every is 30 there and 7 here; run.seed is 0 there and 1 here"
         assert difference(self.shared(), changed) == expected

@@ -70,7 +70,7 @@ class End:
 
     async def _greet(self, opened: Stream) -> None:
         await opened.send(HEADER)
-        await opened.send_tensor(torch.arange(3, dtype=torch.uint8))
+        await opened.send_chunk(7, torch.arange(3, dtype=torch.uint8))
         await opened.wait_for_end()
 
 
@@ -110,7 +110,8 @@ def test_keys_have_to_be_equal(ours: Seal, theirs: Seal) -> None:
             assert await us.network.call(them.peer, Leave(), 10) == Ack()
             opened = await us.network.open_stream(them.peer, REQUEST, Traffic())
             assert await opened.receive() == HEADER and opened._ends.there == them.peer
-            assert (await opened.receive_tensor(3)).tolist() == [0, 1, 2]
+            number, values = await opened.receive_chunk(lambda number: 3)
+            assert number == 7 and values.tolist() == [0, 1, 2]
             opened.close()
             assert them.requests == [(us.peer, Leave())] and them.streams == [(us.peer, REQUEST)]
             assert us.network.refused.total() == them.network.refused.total() == 0

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+from dataclasses import dataclass, field
+from typing import Awaitable, Callable
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from torch import Tensor
 
 from diloco.codecs.none import NoCodec
 from diloco.exchange.hivemind.scatter_reduce import ScatterReduce
-from diloco.exchange.hivemind.stream import Traffic
-from diloco.reduction import CHUNK, chunk_slice, num_chunks, weighted_mean
+from diloco.exchange.hivemind.seal import Seal
+from diloco.exchange.hivemind.stream import Ends, Stream, Traffic
+from diloco.reduction import CHUNK, Wire, chunk_slice, num_chunks, sends_whole, through, weighted_mean
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,16 +24,20 @@ class Pipe:
     def __init__(self, out: asyncio.Queue, into: asyncio.Queue, pace: random.Random) -> None:
         self._out, self._into, self._pace, self.traffic = out, into, pace, Traffic(received=7)
 
-    async def send_tensor(self, values: Tensor) -> None:
+    async def send_chunk(self, number: int, values: Tensor) -> None:
         """As a stream does."""
         await asyncio.sleep(self._pace.random() / 1000)
-        self._out.put_nowait(values.clone())
+        self._out.put_nowait((number, values.clone()))
 
-    async def receive_tensor(self, max_bytes: int) -> Tensor:
+    async def send_end(self) -> None:
         """As a stream does."""
-        values = await self._into.get()
-        assert values.numel() <= max_bytes
-        return values
+        self._out.put_nowait(None)
+
+    async def receive_chunk(self, max_bytes: Callable[[int], int]) -> tuple[int, Tensor] | None:
+        """As a stream does."""
+        came = await self._into.get()
+        assert came is None or came[1].numel() <= max_bytes(came[0])
+        return came
 
     async def wait_for_end(self) -> None:
         """Nothing is lost in memory."""
@@ -39,48 +46,132 @@ class Pipe:
         """Nothing to close."""
 
 
-def run_members(numel: int, weights: list[float], lanes: int, seed: int) -> tuple[list[Tensor], list[int], Tensor]:
-    """Each member's mean; how many lanes each pair used; the mean computed plainly."""
-    pace, codec = random.Random(seed), NoCodec()
-    values = [torch.randn(numel, generator=torch.Generator().manual_seed(member)) for member in range(len(weights))]
-    used: list[int] = []
+class Exactly(NoCodec):
+    """Nothing is lost, and ``bits`` says how it is to be sent."""
 
-    async def run() -> list[Tensor]:
-        members: list[ScatterReduce] = []
+    def __init__(self, bits: float) -> None:
+        self.bits = bits
+
+
+class Coarse:
+    """A byte a value, of which it says that it is far less: so that members send all of it."""
+
+    bits = 2.0
+
+    def encode(self, values: Tensor) -> Tensor:
+        """See :class:`diloco.reduction.Codec`."""
+        scale = values.abs().max().reshape(1)
+        return torch.cat([scale.view(torch.uint8), (values / scale * 3).round().to(torch.int8).view(torch.uint8)])
+
+    def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """See :class:`diloco.reduction.Codec`."""
+        return encoded[4:].view(torch.int8).to(dtype) * (encoded[:4].clone().view(dtype) / 3)
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """See :class:`diloco.reduction.Codec`."""
+        return numel + dtype.itemsize
+
+
+EXACT, WHOLE, SHARES = Wire(NoCodec(), NoCodec()), Wire(Coarse(), NoCodec()), Wire(Coarse(), Coarse())
+
+
+@dataclass
+class Run:
+    """What members got."""
+
+    members: list[ScatterReduce]
+    means: list[Tensor]
+    used: list[int] = field(default_factory=list)
+
+
+def run_members(wire: Wire, values: list[Tensor], weights: list[float], lanes: int, seed: int) -> Run:
+    """Each member's mean, and how many lanes each pair used."""
+    pace, numel, result = random.Random(seed), values[0].numel(), Run([], [])
+
+    async def run() -> None:
         serving: list[asyncio.Task] = []
 
-        def opener(own: int):
+        def opener(own: int) -> Callable[[int, int, int], Awaitable[Pipe]]:
             async def open_stream(position: int, lane: int, of: int) -> Pipe:
                 there, back = asyncio.Queue(), asyncio.Queue()
                 await asyncio.sleep(pace.random() / 100)
-                served = members[position].serve(own, lane, of, Pipe(back, there, pace))
+                served = result.members[position].serve(own, lane, of, Pipe(back, there, pace))
                 serving.append(asyncio.ensure_future(served))
-                used.append(of)
+                result.used.append(of)
                 return Pipe(there, back, pace)
 
             return open_stream
 
         for own, mine in enumerate(values):
-            encoded = [codec.encode(mine[chunk_slice(numel, chunk)]) for chunk in range(num_chunks(numel))]
-            members.append(
+            encoded = [wire.contribution.encode(mine[piece]) for piece in pieces(numel)]
+            result.members.append(
                 ScatterReduce(
-                    codec, encoded, numel, torch.float32, weights, own, Traffic(), lambda at: lanes, opener(own)
+                    wire, encoded, numel, torch.float32, weights, own, Traffic(), lambda at: lanes, opener(own)
                 )
             )
-        means = await asyncio.gather(*(member.run() for member in members))
+        result.means += await asyncio.gather(*(member.run() for member in result.members))
         await asyncio.gather(*serving)
-        return means
 
-    return asyncio.run(run()), used, weighted_mean(values, weights)
+    asyncio.run(run())
+    return result
+
+
+def pieces(numel: int) -> list[slice]:
+    """Of each chunk."""
+    return [chunk_slice(numel, chunk) for chunk in range(num_chunks(numel))]
+
+
+def random_values(members: int, numel: int) -> list[Tensor]:
+    """Of each member."""
+    return [torch.randn(numel, generator=torch.Generator().manual_seed(member)) for member in range(members)]
+
+
+def plain_mean(wire: Wire, values: list[Tensor], weights: list[float]) -> Tensor:
+    """What all have to apply, computed in one place."""
+    means = []
+    for piece in pieces(values[0].numel()):
+        numel = piece.stop - piece.start
+        sent = [wire.contribution.decode(wire.contribution.encode(each[piece]), numel, each.dtype) for each in values]
+        mean = weighted_mean([torch.nan_to_num(each, nan=0.0) if each.isnan().any() else each for each in sent], weights)
+        means.append(mean if sends_whole(wire, len(values)) else through(wire.mean, mean))
+    return torch.cat(means)
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3, 16])
+@pytest.mark.parametrize("wire", [EXACT, WHOLE, SHARES])
 @pytest.mark.parametrize(("members", "numel"), [(2, 5 * CHUNK + 1), (3, 4 * CHUNK), (3, 5)])
-def test_lanes_change_no_bit(members: int, numel: int, lanes: int) -> None:
-    means, used, expected = run_members(numel, [1.0, 3.0, 0.5][:members], lanes, seed=lanes)
-    for mean in means:
+def test_lanes_change_no_bit(members: int, numel: int, wire: Wire, lanes: int) -> None:
+    values, weights = random_values(members, numel), [1.0, 3.0, 0.5][:members]
+    run = run_members(wire, values, weights, lanes, seed=lanes)
+    expected = plain_mean(wire, values, weights)
+    for mean in run.means:
         assert torch.equal(mean, expected)
-    assert used and max(used) <= min(lanes, -(-num_chunks(numel) // members)), "no lane without a chunk"
+    most = num_chunks(numel) if sends_whole(wire, members) else -(-num_chunks(numel) // members)
+    assert run.used and max(run.used) <= min(lanes, most), "no lane without a chunk"
+
+
+@pytest.mark.parametrize("wire", [EXACT, WHOLE, SHARES])
+def test_what_is_seen_of_a_contribution_is_seen_once(wire: Wire) -> None:
+    """Whoever reduces what: the members' evidence adds up to each contribution as it was sent."""
+    values, weights = random_values(3, 4 * CHUNK + 3), [1.0, 2.0, 1.0]
+    run = run_members(wire, values, weights, lanes=2, seed=0)
+    evidence = [member.evidence() for member in run.members]
+    codec = wire.contribution
+    for position, mine in enumerate(values):
+        sent = [codec.decode(codec.encode(mine[piece]), piece.stop - piece.start, mine.dtype) for piece in pieces(len(mine))]
+        square = sum(seen[position].square for _, seen in evidence)
+        assert square == pytest.approx(float(torch.cat(sent).double().square().sum()), rel=1e-9)
+
+
+@pytest.mark.parametrize("wire", [EXACT, Wire(Exactly(2.0), NoCodec())])
+def test_what_is_not_finite_counts_as_zero_and_is_seen(wire: Wire) -> None:
+    values, weights = random_values(3, 3 * CHUNK), [1.0, 2.0, 1.0]
+    values[1][CHUNK + 5] = float("nan")
+    run = run_members(wire, values, weights, lanes=2, seed=0)
+    sound = [each.clone() for each in values]
+    sound[1][CHUNK : 2 * CHUNK] = 0.0
+    assert all(torch.equal(mean, weighted_mean(sound, weights)) for mean in run.means)
+    assert max(seen[1].square for _, seen in (member.evidence() for member in run.members)) > 1e299
 
 
 @pytest.mark.parametrize(
@@ -94,7 +185,7 @@ def test_lanes_change_no_bit(members: int, numel: int, lanes: int) -> None:
 )
 def test_a_lane_comes_once_and_is_one_of_those_announced(streams: list[tuple[int, int]], told: str) -> None:
     async def run() -> None:
-        reduce = ScatterReduce(NoCodec(), [], 5, torch.float32, [1.0, 1.0], 0, Traffic(), lambda at: 1, lambda *a: None)
+        reduce = ScatterReduce(EXACT, [], 5, torch.float32, [1.0, 1.0], 0, Traffic(), lambda at: 1, lambda *a: None)
         serving = []
         try:
             for lane, lanes in streams:
@@ -108,4 +199,27 @@ def test_a_lane_comes_once_and_is_one_of_those_announced(streams: list[tuple[int
                 task.cancel()
 
     with pytest.raises(ValueError, match=told):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ([(1, 4)], "chunk 1 came, which is not to come"),
+        ([(0, 4), (0, 4)], "chunk 0 came, which is not to come or came before"),
+        ([(0, 21)], "chunk 0 has 21 bytes, and may have 20 at most"),
+        ([], "1 chunks did not come, the first of them 0"),
+    ],
+)
+def test_a_chunk_comes_once_and_is_no_larger_than_it_may_be(sent: list[tuple[int, int]], told: str) -> None:
+    async def run() -> None:
+        reader = asyncio.StreamReader()
+        stream = Stream(Ends("peer", "here", "there"), reader, None, Seal(b""), lambda peer: None)
+        for number, length in [*sent, (0, 0)]:
+            reader.feed_data(number.to_bytes(4, "little") + length.to_bytes(4, "little") + bytes(length))
+        reader.feed_eof()
+        reduce = ScatterReduce(EXACT, [], 5, torch.float32, [1.0, 1.0], 0, Traffic(), lambda at: 1, lambda *a: None)
+        await reduce.serve(1, 0, 1, stream)
+
+    with pytest.raises((ValueError, EOFError), match=told):
         asyncio.run(run())

@@ -1,6 +1,7 @@
 """Which contributions count, and how much."""
 
 import pytest
+import torch
 
 from diloco.contributions import Measured, Size, capped_weights, most_opposite, too_large, understated
 
@@ -26,6 +27,8 @@ def sizes(*norms: float, tokens: tuple[int, ...] = ()) -> dict[int, Size]:
         ((1.0, 1e9), 0.0, set()),  # at the first round of two nobody knows what is usual
         ((20.0, 30.0), 1.0, set()),  # both grew: a warmup, not a fault
         ((30.0, 1.0), 10.0, set()),  # usual for this run
+        ((14.0, 1.0, 1.0), 14.0, set()),  # two newcomers, who have lost nothing yet in encoding with few bits
+        ((1e9, 1.0, 1.0), 14.0, {0}),
         ((1e9,), 1.0, set()),
         ((0.0, 0.0, 0.0), 0.0, set()),
     ],
@@ -47,3 +50,19 @@ def test_bytes_larger_than_claimed_are_found() -> None:
 def test_unrelated_directions_are_no_reason() -> None:
     zero = [Measured(1.0, 1 / 3)] * 3  # three orthogonal ones of norm 1: each has 1/3 along the mean
     assert most_opposite([1.0] * 3, zero, 1 / 3, numel=10**6) is None
+
+
+def test_sparse_ones_that_oppose_each_other_by_chance_are_no_reason() -> None:
+    """Each holds the same 64 of 4096 values, in any direction: that many are independent, not 4096."""
+    found = {64: 0, 4096: 0}
+    for seed in range(300):
+        sent = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        mean = sent.mean(dim=0)
+        measured = [Measured(float(each @ each), float(each @ mean)) for each in sent]
+        for numel in found:
+            found[numel] += most_opposite([1.0] * 3, measured, float(mean @ mean), numel) is not None
+    assert found[64] == 0 and found[4096] > 0, found
+    opposed = [sent[0], -sent[0], sent[0]]
+    mean = torch.stack(opposed).mean(dim=0)
+    measured = [Measured(float(each @ each), float(each @ mean)) for each in opposed]
+    assert most_opposite([1.0] * 3, measured, float(mean @ mean), 64) == 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diloco.codecs import none
 from diloco.pseudo_gradient import BLOCK, cosine, pseudo_gradient
-from diloco.reduction import CHUNK, chunk_slice, num_chunks, reduce_chunk, reducer_chunks, weighted_mean
+from diloco.reduction import CHUNK, Seen, chunk_slice, num_chunks, reduce_chunk, reducer_chunks, weighted_mean
 
 NUMELS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 37, 10 * CHUNK]
 
@@ -144,8 +144,13 @@ def test_a_reduced_chunk_is_the_mean_of_what_was_decoded() -> None:
     contributions = [draw(10, seed) for seed in range(2)]
     reduced = reduce_chunk(codec, [codec.encode(values) for values in contributions], weights, 10, torch.float32)
     assert torch.equal(reduced, weighted_mean(contributions, weights))
-    with pytest.raises(ValueError, match="take 44 bytes, got 40"):
-        reduce_chunk(codec, [codec.encode(values) for values in contributions], weights, 11, torch.float32)
+
+
+def test_what_can_not_be_decoded_counts_as_zero_and_is_found_out() -> None:
+    codec, sound, seen = none.NoCodec(), draw(10, 0), Seen(2)
+    reduced = reduce_chunk(codec, [codec.encode(sound), torch.zeros(39, dtype=torch.uint8)], [1.0, 3.0], 10, torch.float32, seen)
+    assert torch.equal(reduced, sound * 0.25)
+    assert seen.squares[1] > 1e299 and seen.squares[0] == pytest.approx(float(sound.double() @ sound.double()))
 
 
 # The pseudo-gradient.

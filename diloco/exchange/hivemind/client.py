@@ -119,6 +119,11 @@ class HivemindExchange:
             else:
                 self._send(ipc.Launch(fragment, work))
 
+    def arrived(self, fragment: int) -> bool:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        with self._changed:
+            return fragment in self._outcomes
+
     def outcome(self, fragment: int) -> RoundOutcome:
         """See :class:`diloco.exchange.base.Exchange`."""
         with self._changed:
@@ -136,6 +141,8 @@ class HivemindExchange:
             outcome = self._outcomes.pop(fragment)
             if outcome.seat:
                 self._to_take.clear()  # the trainer takes them all at once
+                for other in [index for index, untaken in self._outcomes.items() if untaken.seat]:
+                    self._outcomes[other] = self._skipped(other, "this island had lost its slot")
             return outcome
 
     def events(self) -> list[ExchangeEvent]:
@@ -235,6 +242,7 @@ class HivemindExchange:
                     self._show_taking(message)
                 case ipc.SeatLost():
                     self._reseating = True
+                    self._forget_previous_anchors()
                     self._start = replace(self._start, rejoin=None, any_slot=True)
                     self._end_reason = message.reason
                 case ipc.Refused():
@@ -268,9 +276,18 @@ class HivemindExchange:
             else:
                 self._outcomes[fragment] = self._skipped(fragment, f"the exchange process {self._end_reason}")
 
+    def _forget_previous_anchors(self) -> None:
+        """A newcomer writes the swarm's state over them: who has not taken an outcome yet can only take the anchor."""
+        for fragment, outcome in self._outcomes.items():
+            if outcome.kind == "left_out":
+                self._outcomes[fragment] = replace(outcome, rejected=True)
+
     def _urgency(self, fragment: int) -> int:
-        """Nothing can be launched while there is no exchange process in its place, whatever the last one wrote."""
-        if not self._present:
+        """Nothing can be launched while there is no exchange process in its place, whatever the last one wrote.
+
+        Nor before the last outcome is taken.
+        """
+        if not self._present or fragment in self._launched:
             return NOT_CALLED
         return LATE if fragment in self._to_take else int(self._state.called[fragment])
 

@@ -1,43 +1,51 @@
-"""What this island brings to a round: its pseudo-gradient, encoded, and what it says of it."""
+"""What this island brings to a round: its pseudo-gradient, encoded once, and what it says of it."""
+
+import time
 
 from torch import Tensor
 
+from diloco.encoding import Encoded, encode_contribution
 from diloco.exchange.base import Work
 from diloco.exchange.hivemind.messages import Claim, Entry
 from diloco.ledger import Counted
 from diloco.outer_state import FragmentState
-from diloco.pseudo_gradient import Health, agreeable, cosine, pseudo_gradient
-from diloco.reduction import Codec, chunk_slice, num_chunks
+from diloco.pseudo_gradient import agreeable, cosine
+from diloco.reduction import Codec
 
 
 class Contribution:
     """One island's. Its methods take long on a large fragment and are for a thread.
 
+    Args:
+        decay: see :func:`~diloco.encoding.encode_contribution`.
+
     Attributes:
-        health: norm and finiteness, once prepared.
-        encoded: chunk by chunk; empty where it is not finite.
+        own: the same bytes for every attempt, and for the round after one that went on without them; empty until prepared.
         cosine: between it and the mean that was staged last.
+        encode_seconds, step_seconds: of computing; the second of all that was staged.
     """
 
-    def __init__(self, state: FragmentState, codec: Codec, work: Work) -> None:
-        self.work, self.health, self.encoded, self.cosine = work, Health(0.0, False), list[Tensor](), 0.0
-        self._state, self._codec = state, codec
+    def __init__(self, state: FragmentState, codec: Codec, decay: float, work: Work) -> None:
+        self.work, self.own, self.cosine = work, Encoded(0.0), 0.0
+        self.encode_seconds = self.step_seconds = 0.0
+        self._state, self._codec, self._decay = state, codec, decay
 
     def prepare(self) -> None:
         """Make the pseudo-gradient of the island's parameters, in place, and encode it."""
-        state = self._state
-        self.health = pseudo_gradient(state.anchor, state.local, out=state.local)
-        if self.health.finite:
-            pieces = (chunk_slice(state.numel, chunk) for chunk in range(num_chunks(state.numel)))
-            self.encoded = [self._codec.encode(state.local[piece]) for piece in pieces]
+        started = time.monotonic()
+        self.own = encode_contribution(self._state, self._codec, self.work.position, self._decay)
+        self.encode_seconds = time.monotonic() - started
 
     def stage(self, mean: Tensor, counted: list[Counted]) -> bytes:
         """Step the outer optimizer by the mean of all, beside the agreed state; returns the digest to vote for."""
+        started = time.monotonic()
         self.cosine = cosine(self._state.local, mean)
-        return bytes.fromhex(self._state.stage(mean, counted))
+        digest = bytes.fromhex(self._state.stage(mean, counted))
+        self.step_seconds += time.monotonic() - started
+        return digest
 
     def claim(self, own: Entry) -> Claim:
-        """What the others are told about it."""
+        """What the others are told about it. The norm is that of what they receive, so that they can compare the two."""
         return Claim(
             slot=own.slot,
             epoch=own.epoch,
@@ -46,5 +54,5 @@ class Contribution:
             start=self.work.start,
             position=self.work.position,
             step=self.work.step,
-            norm=agreeable(self.health.norm) if self.health.finite else 0.0,
+            norm=agreeable(self.own.sent_norm),
         )

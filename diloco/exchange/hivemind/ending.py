@@ -20,12 +20,14 @@ class Ending:
 
     Attributes:
         traffic: bytes on the wire so far.
+        decode_seconds: of computing means, in all attempts.
         left_out: a round that the others committed without this island, and from which it went on.
     """
 
     def __init__(self, around: Surroundings, state: FragmentState, contribution: Contribution) -> None:
         self._around, self._state, self._contribution = around, state, contribution
         self._started, self._seconds, self.traffic = time.monotonic(), Counter[str](), Traffic()
+        self.decode_seconds = 0.0
         self.left_out: RoundOutcome | None = None
 
     @contextmanager
@@ -71,12 +73,16 @@ class Ending:
             bytes_sent=self.traffic.sent,
             bytes_received=self.traffic.received,
             exchange_seconds=seconds,
-            pseudo_gradient_norm=self._contribution.health.norm,
+            pseudo_gradient_norm=self._contribution.own.norm,
             position=ledger.positions[self._around.membership.slot],
             step=self._around.step(ledger) if kind == "left_out" else ledger.step,
             tokens=ledger.tokens,
             waiting_seconds=max(0.0, seconds - transfer - recovering),
             transfer_seconds=transfer,
             recovering_seconds=recovering,
+            encoded_bytes=self._contribution.own.num_bytes,
+            encode_seconds=self._contribution.encode_seconds,
+            decode_seconds=self.decode_seconds,
+            step_seconds=self._contribution.step_seconds,
             **details,
         )

@@ -5,6 +5,7 @@ import contextlib
 import logging
 from multiprocessing.connection import Connection
 
+from diloco.codecs import build_wire
 from diloco.config import RunConfig
 from diloco.exchange.base import ExchangeEvent, Seat
 from diloco.exchange.hivemind import carriers, daemon, ipc, messages
@@ -21,7 +22,6 @@ from diloco.exchange.hivemind.settings import shared_settings
 from diloco.exchange.hivemind.stream import Stream
 from diloco.exchange.hivemind.surroundings import Surroundings
 from diloco.swarm_key import read_key
-from islands import plugins
 from islands.config_file import parse_config
 
 _END_SECONDS = 2.0
@@ -188,13 +188,14 @@ class _Island:
             config.run.name,
             network,
             self._membership,
-            plugins.build("diloco.codecs", config.outer.codec),
+            build_wire(config.outer.codec),
             exchange.round_deadline,
             exchange.min_islands,
             exchange.max_weight_ratio,
             carry=config.outer.left_out == "carry",
             report=self._send,
             background=tasks.create_task,
+            residual_decay=config.outer.residual_decay,
         )
         max_slots = config.swarm.max_slots
         started = self._started and not self._takes_over(self._membership.own)

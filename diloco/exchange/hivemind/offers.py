@@ -10,6 +10,9 @@ from diloco.contributions import Measured, Size, capped_weights, most_opposite, 
 from diloco.exchange.hivemind.messages import Ballot, Claim, Excluded, Offer, Proposal, StateHeader
 from diloco.exchange.hivemind.roster import Roster
 from diloco.ledger import Counted, Ledger
+from diloco.reduction import Codec
+
+_DENSE_BITS = 32.0
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,16 @@ def proposal_objection(
     return ""
 
 
+def independent_values(codec: Codec, numel: int) -> int:
+    """How many of ``numel`` elements can be told from zero in a contribution: a sparse codec has few bits for each.
+
+    The fewer there are, the more do two sound contributions oppose each other by chance.
+    """
+    return max(1, int(numel * min(1.0, codec.bits / _DENSE_BITS)))
+
+
 def judge(proposal: Proposal, numel: int, ballots: Mapping[int, Ballot]) -> Excluded | None:
-    """Whose contribution must not count, by what all reducers have seen of its ``numel`` elements."""
+    """Whose contribution must not count, by what all reducers have seen of its ``numel`` independent values."""
     claims = proposal.claims
     if any(len(ballot.evidence) != len(claims) for ballot in ballots.values()):
         return None

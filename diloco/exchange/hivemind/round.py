@@ -38,7 +38,7 @@ class Round:
         self, around: Surroundings, state: FragmentState, work: Work, keep: Callable[[Attempt], None]
     ) -> None:
         self._around, self._state, self._keep = around, state, keep
-        self._contribution = Contribution(state, around.codec, work)
+        self._contribution = Contribution(state, around.wire.contribution, around.residual_decay, work)
         self._standing = Standing(around, state, self._contribution)
         self._ending = Ending(around, state, self._contribution)
         self.offering = self.passes = False
@@ -46,12 +46,16 @@ class Round:
         self._following: Attempt | None = None  # a proposal accepted while the one before it is being settled
         self._last_attempt = 0
         self._trouble = ""  # what went wrong last
+        self._taken: tuple[Tip, StateHeader] | tuple[None, None] = None, None  # staged already, beside what is agreed
         self._started = time.monotonic()
         self._deadline = self._started + around.round_deadline
         self._changed = asyncio.Event()
 
     async def run(self) -> RoundOutcome:
         """Take part until the round has an outcome: at the latest at the deadline and one settling of votes."""
+        outcome = await self._settle_last()
+        if outcome:
+            return outcome
         await asyncio.to_thread(self._contribution.prepare)
         self.offering = True
         self._around.membership.publish()
@@ -102,6 +106,32 @@ class Round:
             return objection
         self._accept(proposal)
         return ""
+
+    async def _settle_last(self) -> RoundOutcome | None:
+        """Where it is open whether the last contribution has counted, find out: to prepare this one forgets what that lost.
+
+        Returns:
+            An outcome where it has, or can't be found out in time: what is offered now holds the same work again.
+        """
+        around, state, slot = self._around, self._state, self._around.membership.slot
+        while state.offered not in (0, state.ledger.positions[slot]):
+            await asyncio.gather(*(around.membership.exchange_status(member) for member in around.membership.live()))
+            tip = self._standing.tip_to_adopt()
+            if not tip:
+                return None
+            taken = await self._take_over(tip)
+            if isinstance(taken, str):
+                if time.monotonic() >= self._deadline:
+                    return self._ending.skipped(taken)
+                await asyncio.sleep(_PAUSE_SECONDS)
+            elif state.staged.ledger.positions[slot] == state.offered:
+                last = LastRound(taken.members, taken.weights, taken.excluded)
+                reason = f"the others had counted its sequences up to {state.offered}, of which it had not heard"
+                return self._leave_out(last, reason)
+            else:
+                self._taken = tip, taken
+                return None
+        return None
 
     # -- what happens next ---------------------------------------------------------------------------------------------
 
@@ -181,8 +211,8 @@ class Round:
     def _accept(self, proposal: Proposal) -> Attempt:
         self._last_attempt = proposal.attempt
         transfer = ScatterReduce(
-            self._around.codec,
-            self._contribution.encoded,
+            self._around.wire,
+            self._contribution.own.chunks,
             self._state.numel,
             self._state.dtype,
             proposal.weights,
@@ -192,9 +222,8 @@ class Round:
             lambda position, lane, lanes: self._open_stream(proposal, position, lane, lanes),
         )
         members = [claim.slot for claim in proposal.claims]
-        attempt = Attempt(
-            proposal, members, self._around.membership.slot, transfer, partial(offers.judge, proposal, self._state.numel)
-        )
+        judge = partial(offers.judge, proposal, offers.independent_values(self._around.wire.contribution, self._state.numel))
+        attempt = Attempt(proposal, members, self._around.membership.slot, transfer, judge)
         if self._attempt:
             self._following = attempt
         else:
@@ -242,15 +271,17 @@ class Round:
             attempt.fail,
             f"not finished within exchange.round_deadline={self._around.round_deadline:g} s",
         )
+        transfer = attempt.transfer
         try:
-            mean = await attempt.unless_failed(attempt.transfer.run())
+            mean = await attempt.unless_failed(transfer.run())
             counted = offers.counted(attempt.proposal.claims)
             digest = await asyncio.to_thread(self._contribution.stage, mean, counted)
-            mean_square, evidence = attempt.transfer.evidence()
+            mean_square, evidence = transfer.evidence()
             ballot = Ballot(slot=attempt.slot, digest=digest, mean_square=mean_square, evidence=evidence)
             await attempt.unless_failed(voting.cast_vote(self._around, attempt, ballot))
         finally:
             overdue.cancel()
+            self._ending.decode_seconds += transfer.decode_seconds
 
     # -- how it ends ---------------------------------------------------------------------------------------------------
 
@@ -263,11 +294,21 @@ class Round:
         last = LastRound(attempt.members, proposal.weights, excluded)
         return self._ending.swap("committed", last, cosine=self._contribution.cosine)
 
-    async def _catch_up(self, tip: Tip) -> RoundOutcome | None:
+    async def _take_over(self, tip: Tip) -> StateHeader | str:
+        """Stage the state at ``tip``; or in words why it did not come."""
+        (known, header), self._taken = self._taken, (None, None)
+        if header and known == tip:
+            return header
         with self._ending.timed("recovering"):
             taken = await take_over(self._around, self._state, tip, self._ending.traffic, self._deadline)
         if isinstance(taken, str):
-            self._trouble = f"at height {self._state.height}, the others at {tip.height}, and no state came: {taken}"
+            return f"at height {self._state.height}, the others at {tip.height}, and no state came: {taken}"
+        return taken
+
+    async def _catch_up(self, tip: Tip) -> RoundOutcome | None:
+        taken = await self._take_over(tip)
+        if isinstance(taken, str):
+            self._trouble = taken
             if time.monotonic() >= self._deadline:
                 return self._ending.skipped(self._trouble)
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -284,6 +325,9 @@ class Round:
             self._go_on()
             return None
         rejected = bool(rules) or self._standing.damaged or self._ending.left_out is not None
+        return self._leave_out(last, reason, rejected)
+
+    def _leave_out(self, last: LastRound, reason: str, rejected: bool = False) -> RoundOutcome:
         outcome = self._ending.swap("left_out", last, reason=reason, rejected=rejected)
         self.passes = self._standing.others_wait(outcome.height + 1, bytes.fromhex(self._state.lineage))
         return outcome

@@ -1,22 +1,26 @@
-"""The bytes of one attempt: every member reduces a share of the chunks and sends the encoded mean to all.
+"""The bytes of one attempt, one of two ways (:func:`diloco.reduction.sends_whole`).
 
-The mean is encoded once, by its reducer, and everyone (the reducer too) applies what that decodes to. Between two members
-the chunks may go over several streams side by side, its lanes. That changes when bytes come, and nothing else: a chunk is
-reduced when all have come, in the order of the members.
+Whole: every member sends its contribution to every other, and each reduces all of it. By shares: each reduces a share of
+the chunks and sends the encoded mean on; that is encoded once, and everyone (the reducer too) applies what it decodes to.
+
+Between two members chunks go over several streams side by side, its lanes: each takes the next chunk when it has room, so
+that a slow one holds up no other. That changes when bytes come, and nothing else: a chunk is reduced when all have come, in
+the order of the members.
 
 Nothing in here limits time. A member that sends no more, or little by little, is ended with the attempt: by its silence
 after ``exchange.peer_timeout``, by the round's deadline after ``exchange.round_deadline``.
 """
 
 import asyncio
-from typing import Awaitable, Callable, Coroutine, Sequence
+import time
+from typing import Awaitable, Callable, Coroutine, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from diloco.exchange.hivemind.messages import Evidence
+from diloco.exchange.hivemind.messages import BadMessage, Evidence
 from diloco.exchange.hivemind.stream import Stream, Traffic
-from diloco.reduction import Codec, Seen, chunk_slice, reduce_chunk, reducer_chunks
+from diloco.reduction import Seen, Wire, chunk_slice, num_chunks, reduce_chunk, reducer_chunks, sends_whole
 
 
 class NotFinite(ValueError):
@@ -31,12 +35,15 @@ class ScatterReduce:
         weights: of all members, in the order of reduction; ``position`` is this member's place in it.
         traffic: where the bytes are counted.
         num_lanes: how many streams to the member at a position are of use.
-        open_stream: a stream to the member at a position, ready for the chunks of one lane of so many.
+        open_stream: a stream to the member at a position, number so much of so many lanes.
+
+    Attributes:
+        decode_seconds: of computing, from what came to the mean.
     """
 
     def __init__(
         self,
-        codec: Codec,
+        wire: Wire,
         encoded: Sequence[Tensor],
         numel: int,
         dtype: torch.dtype,
@@ -46,17 +53,20 @@ class ScatterReduce:
         num_lanes: Callable[[int], int],
         open_stream: Callable[[int, int, int], Awaitable[Stream]],
     ) -> None:
-        self._codec, self._encoded, self._numel, self._dtype = codec, encoded, numel, dtype
+        self._wire, self._encoded, self._numel, self._dtype = wire, encoded, numel, dtype
         self._weights, self._position, self._traffic = weights, position, traffic
         self._num_lanes, self._open_stream = num_lanes, open_stream
+        self._whole = sends_whole(wire, len(weights))
+        self._share = reducer_chunks(numel, len(weights), position)
         self._own = self._chunks_of(position)
         self._mean = torch.empty(numel, dtype=dtype)
         self._inbox: dict[int, list[Tensor | None]] = {chunk: [None] * len(weights) for chunk in self._own}
+        self._full: asyncio.Queue[int] = asyncio.Queue()
         self._seen = Seen(len(weights))
-        self._served: dict[int, tuple[int, set[int]]] = {}  # by position: how many lanes it has, and which have come
+        self._served: dict[int, _Lanes] = {}  # by position
         loop = asyncio.get_running_loop()
-        self._full: dict[int, asyncio.Future[None]] = {chunk: loop.create_future() for chunk in self._own}
         self._reduced: dict[int, asyncio.Future[Tensor]] = {chunk: loop.create_future() for chunk in self._own}
+        self.decode_seconds = 0.0
 
     async def run(self) -> Tensor:
         """Send, reduce, receive; returns the whole mean, decoded.
@@ -72,89 +82,155 @@ class ScatterReduce:
         return self._mean
 
     def evidence(self) -> tuple[float, tuple[Evidence, ...]]:
-        """What this member saw in the chunks that it reduced: the mean's square, and of each member in order."""
+        """What this member saw in its share of the chunks: the mean's square, and of each member in order."""
         pairs = zip(self._seen.squares, self._seen.alongs, strict=True)
         return self._seen.mean_square, tuple(Evidence(square=square, along=along) for square, along in pairs)
 
     async def serve(self, position: int, lane: int, lanes: int, stream: Stream) -> None:
-        """The other end of a member's stream: take its chunks of this member's share, give the means.
+        """The other end of a member's stream: take its chunks, give the means where they are asked for.
 
         Raises:
             ValueError: a second stream for the same lane, or not the number of lanes that the member said before.
+            BadMessage: a chunk that is not to come, or not now, or too large.
+            EOFError: all its lanes have ended, and chunks are missing.
         """
-        said, came = self._served.setdefault(position, (lanes, set()))
-        if lane >= lanes or lanes != said or lane in came:
-            raise ValueError(f"stream {lane} of {lanes}, where {sorted(came)} of {said} came before")
-        came.add(lane)
+        served = self._served.setdefault(position, _Lanes(self._own, lanes))
+        served.begin(lane, lanes)
         self._traffic.received += stream.traffic.received  # its header
         stream.traffic = self._traffic
-        chunks = self._own[lane::lanes]
 
         async def take() -> None:
-            for chunk in chunks:
-                self._put(chunk, position, await stream.receive_tensor(self._max_bytes(chunk)))
+            while (came := await stream.receive_chunk(lambda chunk: served.awaited(chunk, self._contribution_bytes))) is not None:
+                served.came(came[0])
+                self._put(came[0], position, came[1])
+            served.end()
 
         async def give() -> None:
-            for chunk in chunks:
-                await stream.send_tensor(await asyncio.shield(self._reduced[chunk]))
+            for chunk in served.to_give:
+                await stream.send_chunk(chunk, await asyncio.shield(self._reduced[chunk]))
+            await stream.send_end()
 
-        await all_or_none([take(), give()])
-        await stream.wait_for_end()
+        await all_or_none([take()] if self._whole else [take(), give()])
+        if not self._whole:
+            await stream.wait_for_end()
 
     def _trades_with(self, position: int) -> list[Coroutine[None, None, None]]:
         chunks = self._chunks_of(position)
         lanes = min(self._num_lanes(position), len(chunks))
-        return [self._trade(position, chunks[lane::lanes], lane, lanes) for lane in range(lanes)]
+        shared = _Lanes(chunks, lanes)
+        return [self._trade(position, lane, lanes, shared) for lane in range(lanes)]
 
-    async def _trade(self, position: int, chunks: range, lane: int, lanes: int) -> None:
+    async def _trade(self, position: int, lane: int, lanes: int, shared: "_Lanes") -> None:
         stream = await self._open_stream(position, lane, lanes)
 
         async def give() -> None:
-            for chunk in chunks:
-                await stream.send_tensor(self._encoded[chunk])
+            for chunk in shared.to_give:
+                await stream.send_chunk(chunk, self._encoded[chunk])
+            await stream.send_end()
 
         async def take() -> None:
-            for chunk in chunks:
-                encoded = await stream.receive_tensor(self._max_bytes(chunk))
-                await asyncio.to_thread(self._apply, chunk, encoded)
+            while (came := await stream.receive_chunk(lambda chunk: shared.awaited(chunk, self._mean_bytes))) is not None:
+                shared.came(came[0])
+                seconds = await asyncio.to_thread(self._apply, *came)
+                self.decode_seconds += seconds
+            shared.end()
 
         try:
-            await all_or_none([give(), take()])
+            await all_or_none([give(), stream.wait_for_end() if self._whole else take()])
         finally:
             stream.close()
 
     async def _reduce_own(self) -> None:
-        for chunk in self._own:
-            await self._full[chunk]
-            encoded = await asyncio.to_thread(self._reduce, chunk, self._inbox.pop(chunk))
-            await asyncio.to_thread(self._apply, chunk, encoded)
-            self._reduced[chunk].set_result(encoded)
+        left = len(self._own)
+        while left:
+            ready = [await self._full.get()]
+            while not self._full.empty():
+                ready.append(self._full.get_nowait())
+            inboxes = [self._inbox.pop(chunk) for chunk in ready]
+            seconds, to_send = await asyncio.to_thread(self._reduce, ready, inboxes)
+            self.decode_seconds += seconds
+            for chunk, encoded in to_send.items():
+                self._reduced[chunk].set_result(encoded)
+            left -= len(ready)
 
     def _put(self, chunk: int, position: int, encoded: Tensor) -> None:
         places = self._inbox[chunk]
         places[position] = encoded
-        if all(place is not None for place in places) and not self._full[chunk].done():
-            self._full[chunk].set_result(None)
+        if all(place is not None for place in places):
+            self._full.put_nowait(chunk)
 
-    def _reduce(self, chunk: int, contributions: list[Tensor]) -> Tensor:
-        numel = self._chunk_numel(chunk)
-        return reduce_chunk(self._codec, contributions, self._weights, numel, self._dtype, self._seen)
+    def _reduce(self, chunks: list[int], inboxes: list[list[Tensor]]) -> tuple[float, dict[int, Tensor]]:
+        """Seconds that it took, and the means as they go to the others: none where all send all."""
+        started, to_send = time.monotonic(), dict[int, Tensor]()
+        for chunk, encoded in zip(chunks, inboxes, strict=True):
+            seen = self._seen if chunk in self._share else None  # else it would count in several votes
+            codec, numel = self._wire.contribution, self._chunk_numel(chunk)
+            mean = reduce_chunk(codec, encoded, self._weights, numel, self._dtype, seen)
+            self._take_over(chunk, mean)
+            if not self._whole:
+                to_send[chunk] = self._wire.mean.encode(mean)
+                self._apply(chunk, to_send[chunk])
+        return time.monotonic() - started, to_send
 
-    def _apply(self, chunk: int, encoded: Tensor) -> None:
-        values = self._codec.decode(encoded, self._chunk_numel(chunk), self._dtype)
+    def _apply(self, chunk: int, encoded: Tensor) -> float:
+        """Seconds that it took."""
+        started = time.monotonic()
+        self._take_over(chunk, self._wire.mean.decode(encoded, self._chunk_numel(chunk), self._dtype))
+        return time.monotonic() - started
+
+    def _take_over(self, chunk: int, values: Tensor) -> None:
         if not torch.isfinite(values).all():
             raise NotFinite(f"the mean of chunk {chunk} is not finite")
         self._mean[chunk_slice(self._numel, chunk)] = values
 
     def _chunks_of(self, position: int) -> range:
-        return reducer_chunks(self._numel, len(self._weights), position)
+        """Those that the member at a position reduces."""
+        return range(num_chunks(self._numel)) if self._whole else reducer_chunks(self._numel, len(self._weights), position)
 
     def _chunk_numel(self, chunk: int) -> int:
         piece = chunk_slice(self._numel, chunk)
         return piece.stop - piece.start
 
-    def _max_bytes(self, chunk: int) -> int:
-        return self._codec.encoded_bytes(self._chunk_numel(chunk), self._dtype)
+    def _contribution_bytes(self, chunk: int) -> int:
+        return self._wire.contribution.encoded_bytes(self._chunk_numel(chunk), self._dtype)
+
+    def _mean_bytes(self, chunk: int) -> int:
+        return self._wire.mean.encoded_bytes(self._chunk_numel(chunk), self._dtype)
+
+
+class _Lanes:
+    """What the lanes between this member and another share.
+
+    Attributes:
+        to_give: chunks that are to be sent, in order; a lane takes the next when it has room.
+    """
+
+    def __init__(self, chunks: range, lanes: int) -> None:
+        self.to_give: Iterator[int] = iter(chunks)
+        self._missing, self._lanes, self._begun, self._ended = set(chunks), lanes, set[int](), 0
+
+    def begin(self, lane: int, lanes: int) -> None:
+        """A stream has come. Raises ValueError where it is none of those announced, or has come before."""
+        if lane >= lanes or lanes != self._lanes or lane in self._begun:
+            raise ValueError(f"stream {lane} of {lanes}, where {sorted(self._begun)} of {self._lanes} came before")
+        self._begun.add(lane)
+
+    def awaited(self, chunk: int, max_bytes: Callable[[int], int]) -> int:
+        """The most bytes that a chunk may have. Raises BadMessage where it is not to come."""
+        if chunk not in self._missing:
+            raise BadMessage(f"chunk {chunk} came, which is not to come or came before")
+        return max_bytes(chunk)
+
+    def came(self, chunk: int) -> None:
+        """All of a chunk is there. Raises BadMessage where it came over two lanes at once."""
+        self.awaited(chunk, lambda number: 0)
+        self._missing.discard(chunk)
+
+    def end(self) -> None:
+        """A lane brings nothing more. Raises EOFError where it was the last and chunks are missing."""
+        self._ended += 1
+        if self._ended == self._lanes and self._missing:
+            raise EOFError(f"{len(self._missing)} chunks did not come, the first of them {min(self._missing)}")
 
 
 async def all_or_none(works: Sequence[Coroutine[None, None, None]]) -> None:

@@ -7,6 +7,9 @@ from typing import Any, Mapping
 from diloco.config import RunConfig
 
 _OWN_AFFAIR = {
+    "outer.overlap",  # when and how a result is taken, not what it is: one behind a slow link may need longer
+    "outer.merge_alpha",
+    "outer.late",
     "run.dir",
     "run.device",
     "run.timeout",

@@ -99,7 +99,7 @@ class Standing:
 
     def why_not(self) -> str:
         """Why it may not."""
-        if not self._contribution.health.finite:
+        if not self._contribution.own.finite:
             return NOT_FINITE
         membership = self._around.membership
         if membership.slot in self.convicted:

@@ -1,6 +1,7 @@
 """A byte stream between two islands: messages and tensors, each with its length in front, counted and bounded."""
 
 import asyncio
+import struct
 from dataclasses import dataclass
 from typing import Callable
 
@@ -13,6 +14,7 @@ from diloco.exchange.hivemind.seal import Seal
 
 _PIECE_BYTES = 1 << 20
 _LENGTH_BYTES = 4
+_CHUNK_HEAD = struct.Struct("<II")  # its number, and how many bytes follow: none at the end
 _MAX_HEADER_BYTES = 64 << 10
 _STALL_SECONDS = 60.0  # without one byte taken by the other end: it does not read, or the link is dead
 _END_SECONDS = 300.0  # for the last bytes, which the daemons still hold, on a slow link
@@ -81,17 +83,37 @@ class Stream:
         self._heard(self.peer)
         return message
 
-    async def send_tensor(self, values: Tensor) -> None:
-        """Send a flat uint8 tensor, piece by piece."""
-        self._writer.write(values.numel().to_bytes(_LENGTH_BYTES, "little"))
-        self.traffic.sent += _LENGTH_BYTES
+    async def send_chunk(self, number: int, values: Tensor) -> None:
+        """Send a flat uint8 tensor with its number, piece by piece."""
+        self._writer.write(_CHUNK_HEAD.pack(number, values.numel()))
+        self.traffic.sent += _CHUNK_HEAD.size
         await self.send_plain(values)
 
-    async def receive_tensor(self, max_bytes: int) -> Tensor:
-        """The next uint8 tensor. Raises BadMessage, before anything is allocated, where it is longer than it may be."""
-        buffer = bytearray(await self._read_length(max_bytes))
+    async def send_end(self) -> None:
+        """No more chunks come."""
+        self._writer.write(_CHUNK_HEAD.pack(0, 0))
+        self.traffic.sent += _CHUNK_HEAD.size
+        await self._drain()
+
+    async def receive_chunk(self, max_bytes: Callable[[int], int]) -> tuple[int, Tensor] | None:
+        """The next chunk, flat uint8, with its number; None at the end.
+
+        Args:
+            max_bytes: of the chunk with a number; it may raise BadMessage where that is not to come.
+
+        Raises:
+            BadMessage: it is longer than it may be; nothing is allocated before that is known.
+        """
+        head = bytearray(_CHUNK_HEAD.size)
+        await self._fill(memoryview(head))
+        number, length = _CHUNK_HEAD.unpack(head)
+        if length == 0:
+            return None
+        if length > (limit := max_bytes(number)):
+            raise BadMessage(f"chunk {number} has {length} bytes, and may have {limit} at most")
+        buffer = bytearray(length)
         await self._fill(memoryview(buffer), self._heard)
-        return torch.frombuffer(buffer, dtype=torch.uint8)
+        return number, torch.frombuffer(buffer, dtype=torch.uint8)
 
     async def receive_into(self, target: Tensor) -> None:
         """Fill a flat uint8 tensor, whose size is agreed on, so none is sent."""

@@ -11,7 +11,7 @@ from diloco.exchange.hivemind.membership import Membership
 from diloco.exchange.hivemind.messages import LeftOut, Reply, Request
 from diloco.exchange.hivemind.network import Network, Unreachable
 from diloco.ledger import Ledger
-from diloco.reduction import Codec
+from diloco.reduction import Wire
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Surroundings:
     """What every round of an island uses.
 
     Attributes:
-        max_weight_ratio: see the configuration.
+        residual_decay, max_weight_ratio: see the configuration.
         carry: an island that was left out keeps its work for the next round.
         report: to the trainer.
         background: runs something that nobody waits for.
@@ -38,13 +38,14 @@ class Surroundings:
     run: str
     network: Network
     membership: Membership
-    codec: Codec
+    wire: Wire
     round_deadline: float
     min_islands: int
     max_weight_ratio: float
     carry: bool
     report: Callable[[Committing | ExchangeEvent], None]
     background: Callable[[Coroutine[None, None, object]], None]
+    residual_decay: float = 1.0
     last_round: dict[int, LastRound] = field(default_factory=dict)
 
     def step(self, ledger: Ledger) -> int:
