@@ -243,7 +243,7 @@ class OuterRound:
         flight.stall_seconds += time.monotonic() - began
         if self._timer:
             self._timer.landed(flight.fragment, flight.launched + flight.stall_seconds)
-        write_round(self._metrics, flight, outcome, progress.step)
+        write_round(self._metrics, flight, outcome, progress.step, self._schedule.num_fragments)
         lost = fate.reason
         if last and outcome.kind == "skipped" and fate.kind == "kept":  # nothing replaced these parameters, so they stay
             lost = f"the last round was skipped ({outcome.reason})"
