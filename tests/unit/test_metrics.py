@@ -101,7 +101,7 @@ def test_numbers_go_to_tensorboard_by_kind_and_step(tmp_path: Path, monkeypatch:
     assert board.folder == str(tmp_path / "tensorboard" / "island-1") and board.closed
     assert board.scalars["step/loss", 7] == 1.25 and board.scalars["round/weight", 30] == 100
     assert {name for name, _ in board.scalars} == {
-        *(f"step/{key}" for key in STEP if key != "step"), "round/round", "round/fragment", "round/weight"
+        *(f"step/{key}" for key in STEP if key != "step"), "round/round", "round/fragment", "round/fragments", "round/weight"
     }  # fmt: skip
 
 
