@@ -22,6 +22,11 @@ class OuterOptimizerSection(PluginSection):
     """Keys that every outer optimizer has."""
 
     lr: float = Field(0.7, gt=0, description="outer learning rate")
+    warmup_rounds: int = Field(0, ge=0, description="rounds of a fragment over which the outer learning rate rises linearly")
+    decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how the outer learning rate falls from the start of the run to its end"
+    )
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="linear and cosine end at this share of lr")
 
 
 class CodecSection(PluginSection):

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 from diloco.config import RunConfig, SwarmSection
 from diloco.exchange.base import Exchange, JoinError, Seat
+from diloco.outer_lr import outer_lr
 from diloco.outer_round import Coordinator, OuterRound, make_schedule
 from diloco.outer_state import Layout, OuterState
 from diloco.report import write_report
@@ -75,7 +76,13 @@ def _coordinator(config: RunConfig, fragments: list[Fragment], schema: str) -> C
     sizes = [fragment.numel for fragment in fragments]
     outer = config.outer
     layout = Layout(
-        sizes, optimizer, parameter_dtype(config), config.swarm.max_slots, outer.error_feedback, outer.overlap == "eager"
+        sizes,
+        optimizer,
+        parameter_dtype(config),
+        config.swarm.max_slots,
+        outer.error_feedback,
+        outer.overlap == "eager",
+        outer_lr(config),
     )
     state = OuterState(layout)
     exchange = plugins.load("diloco.exchange", config.exchange.type)

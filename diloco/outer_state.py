@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.ledger import Counted, Ledger
+from diloco.outer_lr import OuterLr
 from diloco.outer_optimizers.base import OuterOptimizer
 from diloco.pseudo_gradient import BLOCK
 from diloco.shared_memory import SharedMemory
@@ -41,6 +42,7 @@ class Layout:
     Attributes:
         error_feedback: what is lost in encoding contributions is kept for the next.
         keeps_mean: the last mean is kept, for eager merging.
+        outer_lr: None: that of the optimizer in every round.
     """
 
     sizes: Sequence[int]
@@ -49,6 +51,7 @@ class Layout:
     max_slots: int = 8
     error_feedback: bool = False
     keeps_mean: bool = False
+    outer_lr: OuterLr | None = None
 
 
 class FragmentState:
@@ -63,6 +66,7 @@ class FragmentState:
     def __init__(self, index: int, numel: int, layout: Layout, memory: "_Arena") -> None:
         optimizer, dtype, max_slots = layout.optimizer, layout.dtype, layout.max_slots
         self.index, self.numel, self.dtype, self._optimizer = index, numel, dtype, optimizer
+        self._outer_lr = layout.outer_lr or OuterLr(optimizer.lr)
         self._staged = False  # known to the process that stages
         self._active = memory.take(1, torch.int64)  # bit 0: the agreed copy of the state; bit 1: that of the residual
         self._offered = memory.take(1, torch.int64)
@@ -79,6 +83,12 @@ class FragmentState:
     @property
     def _now(self) -> int:
         return int(self._active) & 1
+
+    @property
+    def _lr(self) -> float:
+        """Of the round that comes next, by what is agreed."""
+        ledger = self.ledger
+        return self._outer_lr.at(self.height, ledger.step, ledger.tokens)
 
     @property
     def anchor(self) -> Tensor:
@@ -180,6 +190,7 @@ class FragmentState:
                 mean[piece],
                 {name: tensor[piece] for name, tensor in self._states[now].items()},
                 self.height,
+                self._lr,
                 self._anchors[then][piece],
                 {name: tensor[piece] for name, tensor in self._states[then].items()},
             )
@@ -192,7 +203,7 @@ class FragmentState:
             piece = slice(start, min(start + BLOCK, self.numel))
             state = {name: tensor[piece] for name, tensor in self.optimizer_state.items()}
             scratch = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-            self._optimizer.step(self.anchor[piece], pseudo_gradient[piece], state, self.height, out[piece], scratch)
+            self._optimizer.step(self.anchor[piece], pseudo_gradient[piece], state, self.height, self._lr, out[piece], scratch)
 
     def staged_tensors(self) -> list[Tensor]:
         """Where a state received from another member is written: anchor first, then the optimizer's state in order."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from diloco.codecs import build_wire
 from diloco.exchange.base import RoundOutcome, Seat, Work
 from diloco.exchange.in_memory import Hub, InMemoryExchange
+from diloco.outer_lr import outer_lr
 from diloco.outer_round import Coordinator, OuterRound, make_schedule
 from diloco.ledger import Counted
 from diloco.outer_state import Layout, OuterState
@@ -70,7 +71,7 @@ def outer_round(island: Island, exchange: Callable[[OuterState], Any], metrics: 
     if island.process.rank == 0:
         optimizer = plugins.build("diloco.outer_optimizers", config.outer.optimizer)
         sizes, dtype = [fragment.numel for fragment in fragments], parameter_dtype(config)
-        layout = Layout(sizes, optimizer, dtype, 8, outer.error_feedback, keeps_mean=outer.overlap == "eager")
+        layout = Layout(sizes, optimizer, dtype, 8, outer.error_feedback, outer.overlap == "eager", outer_lr(config))
         state = OuterState(layout)
         coordinator = Coordinator(exchange(state), state)
     schedule, mover = make_schedule(config, len(fragments)), ParameterMover(island.model.parts, fragments, island.process)

@@ -30,6 +30,7 @@ class Sgd:
         pseudo_gradient: Tensor,
         state: Mapping[str, Tensor],
         height: int,
+        lr: float,
         out_anchor: Tensor,
         out_state: Mapping[str, Tensor],
     ) -> None:
@@ -40,7 +41,7 @@ class Sgd:
             torch.mul(state["momentum"], self.momentum, out=momentum)
             momentum.add_(pseudo_gradient)
             direction = momentum * self.momentum + pseudo_gradient if self.nesterov else momentum
-        torch.sub(anchor, direction * self.lr, out=out_anchor)
+        torch.sub(anchor, direction * lr, out=out_anchor)
 
 
 def build(config: Config) -> Sgd:

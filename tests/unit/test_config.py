@@ -144,7 +144,7 @@ def test_an_island_alone_refuses_outer_sections_unless_told_to_skip_them(tmp_pat
         ("optimizer.type=3", "optimizer.type: 3 is not one of adamw, sgd"),
         ("optimizer.type=[sgd]", "optimizer.type: ['sgd'] is not one of adamw, sgd"),
         ("data.type=base", "data.type: 'base' is not one of python_stdlib, text"),
-        ("outer.codec.type=nine", "outer.codec.type: 'nine' is not one of none (did you mean 'none'?)"),
+        ("outer.codec.type=nine", "statistical2, topk (did you mean 'none'?)"),
         ("model.preset=2B", "model.preset: '2B' should be 'quickstart', '15M', '60M', '150M', '1B' or '7B'"),
         ("model.preset=[15M]", "model.preset: ['15M'] should be 'quickstart', '15M', '60M', '150M', '1B' or '7B'"),
         ("train.steps=abc", "train.steps: 'abc' should be a whole number"),
