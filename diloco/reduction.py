@@ -14,6 +14,7 @@ from torch import Tensor
 CHUNK = 1 << 18
 
 _BOUNDLESS = 1e300
+_BLOCK = 1 << 14  # elements that are widened at once: few enough to stay in cache
 
 
 class Codec(Protocol):
@@ -106,12 +107,13 @@ class Seen:
 
     def add(self, contributions: Sequence[Tensor], mean: Tensor) -> None:
         """Take in one chunk."""
-        wide_mean = mean.double()
-        self.mean_square += _bounded(wide_mean @ wide_mean)
-        for index, values in enumerate(contributions):
-            wide = values.double()
-            self.squares[index] = _bounded(self.squares[index] + float(wide @ wide))
-            self.alongs[index] = _bounded(self.alongs[index] + float(wide @ wide_mean))
+        for start in range(0, mean.numel(), _BLOCK):
+            wide_mean = mean[start : start + _BLOCK].double()
+            self.mean_square = _bounded(self.mean_square + float(wide_mean @ wide_mean))
+            for index, values in enumerate(contributions):
+                wide = values[start : start + _BLOCK].double()
+                self.squares[index] = _bounded(self.squares[index] + float(wide @ wide))
+                self.alongs[index] = _bounded(self.alongs[index] + float(wide @ wide_mean))
 
 
 def reduce_chunk(
@@ -130,7 +132,7 @@ def reduce_chunk(
         seen: told what went into it; what is not finite is seen as boundless, so that it is found out by all alike.
     """
     contributions = [_decoded(codec, values, numel, dtype) for values in encoded]
-    sound = [values if bool(torch.isfinite(values).all()) else torch.zeros_like(values) for values in contributions]
+    sound = [values if all_finite(values) else torch.zeros_like(values) for values in contributions]
     mean = weighted_mean(sound, weights)
     if seen is None:
         return mean
@@ -147,6 +149,11 @@ def _decoded(codec: Codec, encoded: Tensor, numel: int, dtype: torch.dtype) -> T
         return codec.decode(encoded, numel, dtype)
     except ValueError:
         return torch.full((numel,), math.nan, dtype=dtype)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no element is NaN or infinite. The sum, which is so if one is, takes a tenth of the time that a look at each does."""
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def through(codec: Codec, mean: Tensor) -> Tensor:

@@ -424,7 +424,7 @@ def exchange_with_faults(pipe: Connection, start: Any) -> None:
         if fires("break_transfer"):
             raise ConnectionResetError("broken by a test")
         if fires("hang_in_transfer"):
-            self._writer.write(struct.pack("<II", number, values.numel()))
+            await self._write(struct.pack("<II", number, values.numel()))
             await self.send_plain(values[: values.numel() // 2])
             await asyncio.Event().wait()
         await send_chunk(self, number, values)

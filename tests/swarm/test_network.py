@@ -23,7 +23,8 @@ from diloco.exchange.hivemind.door import Door, come_in  # noqa: E402
 from diloco.exchange.hivemind.messages import Ack, Carrier, Hello, Leave, StateHeader, StateRequest  # noqa: E402
 from diloco.exchange.hivemind.network import REFUSAL, KeyDiffers, Network  # noqa: E402
 from diloco.exchange.hivemind.seal import Seal  # noqa: E402
-from diloco.exchange.hivemind.stream import Stalled, Stream, Traffic  # noqa: E402
+from diloco.exchange.hivemind.raw_socket import Stalled  # noqa: E402
+from diloco.exchange.hivemind.stream import Stream, Traffic  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 

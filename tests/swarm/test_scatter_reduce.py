@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import socket
+import struct
 from dataclasses import dataclass, field
 from typing import Awaitable, Callable
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from diloco.codecs.none import NoCodec
 from diloco.exchange.hivemind.scatter_reduce import ScatterReduce
+from diloco.exchange.hivemind.raw_socket import RawSocket
 from diloco.exchange.hivemind.seal import Seal
 from diloco.exchange.hivemind.stream import Ends, Stream, Traffic
 from diloco.reduction import CHUNK, Wire, chunk_slice, num_chunks, sends_whole, through, weighted_mean
@@ -213,13 +216,16 @@ def test_a_lane_comes_once_and_is_one_of_those_announced(streams: list[tuple[int
 )
 def test_a_chunk_comes_once_and_is_no_larger_than_it_may_be(sent: list[tuple[int, int]], told: str) -> None:
     async def run() -> None:
-        reader = asyncio.StreamReader()
-        stream = Stream(Ends("peer", "here", "there"), reader, None, Seal(b""), lambda peer: None)
-        for number, length in [*sent, (0, 0)]:
-            reader.feed_data(number.to_bytes(4, "little") + length.to_bytes(4, "little") + bytes(length))
-        reader.feed_eof()
+        there, here = socket.socketpair()
+        stream = Stream(Ends("peer", "here", "there"), RawSocket(here), Seal(b""), lambda peer: None)
+        with there:
+            for number, length in [*sent, (0, 0)]:
+                there.sendall(struct.pack("<II", number, length) + bytes(length))
         reduce = ScatterReduce(EXACT, [], 5, torch.float32, [1.0, 1.0], 0, Traffic(), lambda at: 1, lambda *a: None)
-        await reduce.serve(1, 0, 1, stream)
+        try:
+            await reduce.serve(1, 0, 1, stream)
+        finally:
+            stream.close()
 
     with pytest.raises((ValueError, EOFError), match=told):
         asyncio.run(run())

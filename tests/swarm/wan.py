@@ -66,6 +66,7 @@ class WanLink:
         rate: of each island, in each direction, such as ``"20mbit"``.
         queue_ms: what waits longer in front of a link is dropped.
         congestion: TCP's congestion control in the islands.
+        tuned: TCP may buffer 64 MiB a connection there, which a fast long link needs; else what this machine allows.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class WanLink:
         loss: float = 0.0,
         queue_ms: float = 100.0,
         congestion: str = "cubic",
+        tuned: bool = False,
     ) -> None:
         self.count, self._rate = count, rate
-        first = {"count": count, "congestion": congestion, "super_packets": bits_per_second(rate) >= _FAST}
+        super_packets = bits_per_second(rate) >= _FAST
+        first = {"count": count, "congestion": congestion, "super_packets": super_packets, "tuned": tuned}
         self._router = subprocess.Popen(
             [sys.executable, "-S", wan_router.__file__],
             stdin=subprocess.PIPE,

@@ -46,11 +46,11 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def make_namespace(index: int, congestion: str, super_packets: bool) -> tuple[int, int]:
+def make_namespace(index: int, congestion: str, super_packets: bool, tuned: bool) -> tuple[int, int]:
     """Leave the current network namespace for a new one; returns descriptors of it and of its TUN device.
 
     ``super_packets``: TCP hands over many segments at once, which lets Python keep up with fast links; loss then takes them
-    all together.
+    all together. ``tuned``: TCP's buffers may grow to 64 MiB.
     """
     _checked(_libc.unshare(_CLONE_NEWNET), "unshare")
     namespace = os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -62,6 +62,9 @@ def make_namespace(index: int, congestion: str, super_packets: bool) -> tuple[in
     _ip("link", "set", "lo", "up")
     _ip("addr", "add", f"{own}/24", "dev", "wan0")
     _ip("link", "set", "wan0", "mtu", "1500", "txqueuelen", "1000", "up")
+    for name in ("tcp_rmem", "tcp_wmem") if tuned else ():
+        with open(f"/proc/sys/net/ipv4/{name}", "w") as setting:
+            setting.write(f"4096 262144 {64 << 20}")
     # By route: the sysctl for a namespace's default may be refused.
     _ip("route", "replace", f"{NETWORK}.0/24", "dev", "wan0", "scope", "link", "src", own, "congctl", congestion)
     return namespace, tun
@@ -70,10 +73,10 @@ def make_namespace(index: int, congestion: str, super_packets: bool) -> tuple[in
 class Router:
     """A queue out of each namespace, a queue into each, and a delay between each two."""
 
-    def __init__(self, count: int, congestion: str, super_packets: bool) -> None:
+    def __init__(self, count: int, congestion: str, super_packets: bool, tuned: bool = False) -> None:
         self.count = count
         outside = os.open("/proc/self/ns/net", os.O_RDONLY)
-        made = [make_namespace(index, congestion, super_packets) for index in range(count)]
+        made = [make_namespace(index, congestion, super_packets, tuned) for index in range(count)]
         _checked(_libc.setns(outside, _CLONE_NEWNET), "setns")
         self.namespaces, self._tuns = [namespace for namespace, _ in made], [tun for _, tun in made]
         self._rate, self._loss, self._queue = [1e9] * count, [0.0] * count, [0.1] * count

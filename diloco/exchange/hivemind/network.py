@@ -17,6 +17,7 @@ from diloco.exchange.hivemind.carriers import Carriers
 from diloco.exchange.hivemind.daemon import Daemon
 from diloco.exchange.hivemind.limits import OpenStreams, RequestRate
 from diloco.exchange.hivemind.messages import BadMessage, Carrier, Header, Reply, Request
+from diloco.exchange.hivemind.raw_socket import RawSocket
 from diloco.exchange.hivemind.seal import NotSealed, Seal
 from diloco.exchange.hivemind.stream import Ends, Stream, Traffic
 
@@ -172,7 +173,8 @@ class Network:
 
     async def _open(self, daemon: Daemon, there: str, peer: str, traffic: Traffic) -> Stream:
         _, reader, writer = await daemon.call_binary_stream_handler(PeerID.from_base58(there), _BULK)
-        return Stream(Ends(peer, daemon.peer_id.to_base58(), there), reader, writer, self._seal, self.heard, traffic)
+        raw = await RawSocket.of(reader, writer)
+        return Stream(Ends(peer, daemon.peer_id.to_base58(), there), raw, self._seal, self.heard, traffic)
 
     # -- what others ask -----------------------------------------------------------------------------------------------
 
@@ -224,11 +226,12 @@ class Network:
         async def accept(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             there = info.peer_id.to_base58()
             peer = self._carriers.island_of(there) or (there if daemon is self._daemon else None)
+            raw = await RawSocket.of(reader, writer)
             try:
                 self._check_rate(daemon, there, peer)
                 if peer is None:
                     raise NotSealed("a carrier of no member")
-                stream = Stream(Ends(peer, here, there), reader, writer, self._seal, self.heard)
+                stream = Stream(Ends(peer, here, there), raw, self._seal, self.heard)
                 with self._open_streams.one_more(peer, is_member=peer in self._addresses):
                     async with asyncio.timeout(_HEADER_SECONDS):
                         header = await stream.receive()
@@ -240,6 +243,6 @@ class Network:
             except (OSError, EOFError, TimeoutError):
                 pass  # the other end is gone; whoever needed the bytes has been told by then
             finally:
-                writer.close()
+                raw.close()
 
         return accept

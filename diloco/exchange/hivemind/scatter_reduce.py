@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diloco.exchange.hivemind.messages import BadMessage, Evidence
 from diloco.exchange.hivemind.stream import Stream, Traffic
-from diloco.reduction import Seen, Wire, chunk_slice, num_chunks, reduce_chunk, reducer_chunks, sends_whole
+from diloco.reduction import Seen, Wire, all_finite, chunk_slice, num_chunks, reduce_chunk, reducer_chunks, sends_whole
 
 
 class NotFinite(ValueError):
@@ -179,7 +179,7 @@ class ScatterReduce:
         return time.monotonic() - started
 
     def _take_over(self, chunk: int, values: Tensor) -> None:
-        if not torch.isfinite(values).all():
+        if not all_finite(values):
             raise NotFinite(f"the mean of chunk {chunk} is not finite")
         self._mean[chunk_slice(self._numel, chunk)] = values
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diloco.exchange.hivemind import messages
 from diloco.exchange.hivemind.messages import BadMessage, Header
+from diloco.exchange.hivemind.raw_socket import RawSocket
 from diloco.exchange.hivemind.seal import Seal
 
 _PIECE_BYTES = 1 << 20
@@ -18,10 +19,6 @@ _CHUNK_HEAD = struct.Struct("<II")  # its number, and how many bytes follow: non
 _MAX_HEADER_BYTES = 64 << 10
 _STALL_SECONDS = 60.0  # without one byte taken by the other end: it does not read, or the link is dead
 _END_SECONDS = 300.0  # for the last bytes, which the daemons still hold, on a slow link
-
-
-class Stalled(ConnectionError):
-    """The other end takes nothing any more."""
 
 
 @dataclass
@@ -56,21 +53,18 @@ class Stream:
     def __init__(
         self,
         ends: Ends,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        raw: RawSocket,
         seal: Seal,
         heard: Callable[[str], None],
         traffic: Traffic | None = None,
     ) -> None:
         self.peer, self.traffic = ends.peer, traffic or Traffic()
-        self._ends, self._reader, self._writer, self._seal, self._heard = ends, reader, writer, seal, heard
+        self._ends, self._raw, self._seal, self._heard = ends, raw, seal, heard
 
     async def send(self, header: Header) -> None:
         """Send a message."""
         raw = self._seal.close("stream", self._ends.here, self._ends.there, messages.encode(header))
-        self._writer.write(len(raw).to_bytes(_LENGTH_BYTES, "little") + raw)
-        await self._drain()
-        self.traffic.sent += _LENGTH_BYTES + len(raw)
+        await self._write(len(raw).to_bytes(_LENGTH_BYTES, "little") + raw)
 
     async def receive(self) -> Header:
         """The next message. Raises BadMessage (NotSealed for a stranger's), or EOFError where the stream ended."""
@@ -85,15 +79,12 @@ class Stream:
 
     async def send_chunk(self, number: int, values: Tensor) -> None:
         """Send a flat uint8 tensor with its number, piece by piece."""
-        self._writer.write(_CHUNK_HEAD.pack(number, values.numel()))
-        self.traffic.sent += _CHUNK_HEAD.size
+        await self._write(_CHUNK_HEAD.pack(number, values.numel()))
         await self.send_plain(values)
 
     async def send_end(self) -> None:
         """No more chunks come."""
-        self._writer.write(_CHUNK_HEAD.pack(0, 0))
-        self.traffic.sent += _CHUNK_HEAD.size
-        await self._drain()
+        await self._write(_CHUNK_HEAD.pack(0, 0))
 
     async def receive_chunk(self, max_bytes: Callable[[int], int]) -> tuple[int, Tensor] | None:
         """The next chunk, flat uint8, with its number; None at the end.
@@ -111,9 +102,9 @@ class Stream:
             return None
         if length > (limit := max_bytes(number)):
             raise BadMessage(f"chunk {number} has {length} bytes, and may have {limit} at most")
-        buffer = bytearray(length)
-        await self._fill(memoryview(buffer), self._heard)
-        return number, torch.frombuffer(buffer, dtype=torch.uint8)
+        values = torch.empty(length, dtype=torch.uint8)
+        await self.receive_into(values)
+        return number, values
 
     async def receive_into(self, target: Tensor) -> None:
         """Fill a flat uint8 tensor, whose size is agreed on, so none is sent."""
@@ -122,11 +113,7 @@ class Stream:
     async def send_plain(self, values: Tensor) -> None:
         """What :meth:`receive_into` reads: a flat uint8 tensor without its length."""
         memory = memoryview(values.numpy())
-        for start in range(0, len(memory), _PIECE_BYTES):
-            piece = memory[start : start + _PIECE_BYTES]
-            self._writer.write(piece)
-            await self._drain()
-            self.traffic.sent += len(piece)
+        await self._write(*(memory[start : start + _PIECE_BYTES] for start in range(0, len(memory), _PIECE_BYTES)))
 
     async def wait_for_end(self) -> None:
         """Wait until the other end has all it needs and closes: the daemon drops what is unread after our own close.
@@ -135,27 +122,16 @@ class Stream:
             TimeoutError: it keeps the stream open for minutes.
         """
         async with asyncio.timeout(_END_SECONDS):
-            await self._reader.read(1)
+            await self._raw.receive_into(memoryview(bytearray(1)))
 
     def close(self) -> None:
         """Close both directions."""
-        self._writer.close()
+        self._raw.close()
 
-    async def _drain(self) -> None:
-        """Wait until the daemon has taken most of what was written.
-
-        Raises:
-            Stalled: it took nothing at all for a minute. However slow a link is, it takes something.
-        """
-        left = self._writer.transport.get_write_buffer_size()
-        while True:
-            try:
-                async with asyncio.timeout(_STALL_SECONDS):
-                    return await self._writer.drain()
-            except TimeoutError:
-                before, left = left, self._writer.transport.get_write_buffer_size()
-                if left >= before:
-                    raise Stalled(f"{self.peer} took no byte for {_STALL_SECONDS:g} s") from None
+    async def _write(self, *data: bytes | memoryview) -> None:
+        for piece in data:
+            await self._raw.send(piece, _STALL_SECONDS)
+            self.traffic.sent += len(piece)
 
     async def _read_length(self, max_bytes: int) -> int:
         raw = bytearray(_LENGTH_BYTES)
@@ -168,10 +144,9 @@ class Stream:
     async def _fill(self, memory: memoryview, heard: Callable[[str], None] = lambda peer: None) -> None:
         filled = 0
         while filled < len(memory):
-            data = await self._reader.read(min(len(memory) - filled, _PIECE_BYTES))
-            if not data:
+            came = await self._raw.receive_into(memory[filled:])
+            if not came:
                 raise EOFError(f"stream from {self.peer} ended {len(memory) - filled} bytes early")
-            memory[filled : filled + len(data)] = data
-            filled += len(data)
-            self.traffic.received += len(data)
+            filled += came
+            self.traffic.received += came
             heard(self.peer)
