@@ -38,11 +38,11 @@ def to_blocks(values: Tensor, size: int) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, numel: int, dtype: torch.dtype, largest: float) -> Tensor:
-    """The first ``numel`` values of fp32 ``blocks`` as ``dtype``, with no infinity where none may exceed ``largest``.
+    """The first ``numel`` values of fp32 ``blocks`` as ``dtype``. What that can't hold becomes its largest number.
 
     Args:
-        largest: a bound on the magnitudes before they were rounded to fp32. Where the dtype's range may not hold them, they
-            are kept inside it. ``blocks`` is overwritten.
+        blocks: overwritten.
+        largest: a bound on the magnitudes: only where the dtype may not hold it are they looked at.
     """
     values = blocks.view(-1)[:numel]
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
@@ -65,7 +65,7 @@ def encode_scales(scales: Tensor, round_up: bool) -> tuple[Tensor, Tensor]:
     """One byte for each scale: how far its fp32 bits, cut to 4 bits of mantissa, are below those of the largest.
 
     So a scale is kept to 1/16 where ``round_up``, else to 1/32, as long as it is at least 2^-15 of the largest (and 2^-126).
-    Below that, up to 2^-16 is added, or it becomes zero; zero stays zero.
+    A smaller one, zero too, becomes at most that where ``round_up``, else it may become zero.
 
     Args:
         scales: fp32, flat, not negative.
@@ -76,17 +76,17 @@ def encode_scales(scales: Tensor, round_up: bool) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: one is NaN or infinite, as then a value was.
     """
-    if scales.numel() and not math.isfinite(float(scales.max())):
-        raise not_finite()
     half = (1 << _SHIFT) - 1 if round_up else 1 << _SHIFT - 1
-    codes = (scales.view(torch.int32) + half) >> _SHIFT
-    top = min(max(int(codes.max()), _SMALLEST) if scales.numel() else _SMALLEST, _LARGEST)
-    codes.sub_(top - _SPAN).clamp_(0, _SPAN)
-    if round_up:
-        codes = torch.where(scales > 0, codes.clamp_(min=1), 0)
+    top = _SMALLEST
+    if scales.numel():
+        largest = scales.max()
+        if not math.isfinite(float(largest)):
+            raise not_finite()
+        top = min(max((int(largest.view(torch.int32)) + half) >> _SHIFT, _SMALLEST), _LARGEST)
+    codes = (scales.view(torch.int32) + half).bitwise_right_shift_(_SHIFT)
+    codes = codes.sub_(top - _SPAN).clamp_(int(round_up), _SPAN)
     header = torch.tensor([top & 0xFF, top >> 8], dtype=torch.uint8)
-    raw = torch.cat([header, codes.to(torch.uint8)])
-    return raw, _scales_of(codes, top)
+    return torch.cat([header, codes.to(torch.uint8)]), _scales_of(codes, top)
 
 
 def decode_scales(raw: Tensor) -> tuple[Tensor, float]:
@@ -98,8 +98,8 @@ def decode_scales(raw: Tensor) -> tuple[Tensor, float]:
     top = int(raw[0]) + (int(raw[1]) << 8)
     if not _SMALLEST <= top <= _LARGEST:
         raise ValueError(f"the largest scale has code {top}, and a finite one is from {_SMALLEST} to {_LARGEST}")
-    codes = raw[HEADER_BYTES:].to(torch.int32)
-    return _scales_of(codes, top), float(_scales_of(torch.tensor([_SPAN], dtype=torch.int32), top))
+    largest = _scales_of(torch.tensor([_SPAN], dtype=torch.int32), top)
+    return _scales_of(raw[HEADER_BYTES:].to(torch.int32), top), float(largest)
 
 
 def check_size(encoded: Tensor, expected: int, numel: int, dtype: torch.dtype) -> None:
@@ -121,5 +121,5 @@ def not_finite() -> ValueError:
 
 def _scales_of(codes: Tensor, top: int) -> Tensor:
     """Code 0 is zero, 255 the largest."""
-    scales = ((codes + (top - _SPAN)) << _SHIFT).view(torch.float32)
-    return torch.where(codes > 0, scales, 0.0)
+    scales = (codes + (top - _SPAN)).bitwise_left_shift_(_SHIFT).view(torch.float32)
+    return scales.masked_fill_(codes == 0, 0.0)

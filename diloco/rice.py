@@ -1,8 +1,8 @@
 """Rising places in rows, as few bits as there is surprise in them: Rice's code of the gaps. torch only, and no loops.
 
-R. F. Rice, "Some practical universal noiseless coding techniques" (JPL 79-22, 1979): a gap's low bits as they are, then as many
-zeros as its high bits say, and a one. Among random places that is within 3 % of the least that is possible. The low bits
-of all gaps come first, bit by bit, so that whole tensors are shifted; the ones of all gaps are one bitmap behind them.
+R. F. Rice, "Some practical universal noiseless coding techniques" (JPL 79-22, 1979): a gap's low bits as they are, then as
+many zeros as its high bits say, and a one. Among random places that is within 3 % of the least that is possible. The low
+bits of all gaps come first, bit by bit, so that whole tensors are shifted; behind them all zeros and ones are one bitmap.
 """
 
 import torch

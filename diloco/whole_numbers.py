@@ -29,8 +29,7 @@ class WholeNumbers:
         blocks = to_blocks(values, self._block)
         scratch = blocks.abs()  # one of this size: fresh memory costs more than arithmetic
         raw, steps = encode_scales(scratch.amax(1) / self._levels, round_up=True)
-        inverse = torch.where(steps > 0, 1.0 / steps, 0.0)
-        codes = torch.mul(blocks, inverse[:, None], out=scratch).round_().to(torch.int8).view(-1)
+        codes = torch.mul(blocks, (1.0 / steps)[:, None], out=scratch).round_().to(torch.int8).view(-1)
         if self._code_bits == 8:
             return torch.cat([raw, codes.view(torch.uint8)])
         return torch.cat([raw, packing.pack(codes.view(torch.uint8).bitwise_and_(0xF), 4)])

@@ -1,4 +1,4 @@
-"""Four-bit floats of a sign and three bits of exponent (E3M0), which Streaming DiLoCo sends: arXiv 2501.18512, section 2.3."""
+"""Four-bit floats of a sign and three bits of exponent (E3M0), which Streaming DiLoCo sends (arXiv 2501.18512)."""
 
 from typing import Literal
 
@@ -46,10 +46,11 @@ class E3M0:
         exponents = odd.add_(magnitudes).add_((1 << _MANTISSA - 1) - 1).bitwise_right_shift_(_MANTISSA)  # half to even
         scales = exponents.amax(1, keepdim=True).clamp_(_SMALLEST, _LARGEST)
         codes = exponents.sub_(scales - 7).clamp_(0, 7)
-        above_half = magnitudes > scales - 7 << _MANTISSA  # of the least number: there, the next one below is zero
+        above_half = magnitudes.gt_(scales - 7 << _MANTISSA)  # of the least number: there, the next one below is zero
+        codes = torch.maximum(codes, above_half, out=codes)
         signs = torch.bitwise_right_shift(words, 28, out=magnitudes).bitwise_and_(8)
-        codes = torch.maximum(codes, above_half).bitwise_or_(signs).to(torch.uint8)
-        return torch.cat([scales.view(-1).to(torch.uint8), packing.pack(codes.view(-1), 4)])
+        codes = codes.bitwise_or_(signs).to(torch.uint8).view(-1)
+        return torch.cat([scales.view(-1).to(torch.uint8), packing.pack(codes, 4)])
 
     def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """See :class:`diloco.reduction.Codec`. Raises ValueError as well where a scale is out of range."""

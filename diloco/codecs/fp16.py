@@ -20,9 +20,9 @@ class Config(CodecSection):
 
 
 class Half:
-    """Values times the power of two that brings the largest magnitude to 2^14 or more, as fp16; one byte has the exponent.
+    """Values as fp16, times the power of two that brings the largest magnitude to 2^14 or above; its exponent is a byte.
 
-    Pseudo-gradients of 1e-6 would have 5 bits left in plain fp16. Here a value is off by at most ``2^-11`` of itself or, where
+    Pseudo-gradients of 1e-6 would have 5 bits left in plain fp16. Here a value is off by at most 2^-11 of itself or, where
     that is more, 2^-39 of the largest magnitude, or 2^-149.
     """
 

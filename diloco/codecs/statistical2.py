@@ -22,10 +22,10 @@ class Config(CodecSection):
 class Statistical2:
     """Each value becomes plus or minus the mean magnitude of the small or of the large ones of its block.
 
-    See :func:`diloco.two_levels.two_levels` for what is small. As levels are means, a block's squared error is the block's
-    square less that of what was sent: lossy, but never larger than sending nothing; for a Gaussian a third of the norm. A
-    value is off by at most 33/32 of its block's largest magnitude, or 2^-15 of the largest of all where that is more, or
-    2^-126.
+    See :func:`diloco.two_levels.two_levels` for what is small. As levels are means, the square of what is lost is that of
+    the block less that of what is sent (but for the 1/32 that a level is rounded by): for a Gaussian a third of the norm is
+    lost, and never more than by sending nothing. A value is off by at most 33/32 of its block's largest magnitude, or 2^-15
+    of the largest of all where that is more; and 2^-126.
     """
 
     bits = 2 + 16 / _BLOCK
@@ -33,10 +33,12 @@ class Statistical2:
     def encode(self, values: Tensor) -> Tensor:
         """See :class:`diloco.reduction.Codec`. Raises ValueError where a value is not finite."""
         blocks = to_blocks(values, _BLOCK)
-        levels, is_large = two_levels(blocks.abs())
+        scratch = blocks.abs()
+        levels, is_large = two_levels(scratch)
         raw, _ = encode_scales(levels.view(-1), round_up=False)
-        codes = (blocks.view(torch.int32) >> 30).bitwise_and_(2).bitwise_or_(is_large.int()).to(torch.uint8)
-        return torch.cat([raw, packing.pack(codes.view(-1), 2)])
+        signs = torch.bitwise_right_shift(blocks.view(torch.int32), 30, out=scratch.view(torch.int32)).bitwise_and_(2)
+        ones = is_large.view(torch.int32).bitwise_right_shift_(29)  # the bits of 1.0 are 0x3f800000
+        return torch.cat([raw, packing.pack(signs.bitwise_or_(ones).to(torch.uint8).view(-1), 2)])
 
     def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """See :class:`diloco.reduction.Codec`."""

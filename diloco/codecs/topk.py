@@ -32,9 +32,9 @@ class TopK:
     """Of each 4096 values the ``k`` largest in magnitude become plus or minus one of two levels; all others become zero.
 
     Between equals the first one is kept. The levels are the mean magnitudes of the smaller and of the larger ones kept (see
-    :func:`diloco.two_levels.two_levels`), a byte each, sent for each 4096. So a value that is kept is off by at most 33/32 of
-    the largest of its 4096, and one that is not by itself; 2^-15 of the largest level of all, and 2^-126, may be added to a
-    level. Neither the values nor the error have a larger norm than the input, but for the 1/32 that a level is rounded by.
+    :func:`diloco.two_levels.two_levels`), a byte each. So a value that is kept is off by at most 33/32 of the largest of its
+    4096, and one that is not by itself; 2^-15 of the largest level of all, and 2^-126, may be added to a level. Neither the
+    values nor the error have a larger norm than the input, but for the 1/32 that a level is rounded by.
 
     Places are sent by :class:`diloco.rice.Rice`: with k = 64, 0.118 bits for each parameter where the least is 0.115.
     """
@@ -55,7 +55,7 @@ class TopK:
         return torch.cat([raw, packing.pack(codes.view(-1), 2), self._places.encode(columns)])
 
     def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """See :class:`diloco.reduction.Codec`. Raises ValueError as well where places or scales are not ones that it writes."""
+        """See :class:`diloco.reduction.Codec`. Raises ValueError as well where it writes no such places or scales."""
         rows = -(-numel // _ROW)
         start = HEADER_BYTES + 2 * rows
         end = start + rows * self._k // 4

@@ -1,5 +1,5 @@
-"""What every codec promises, for all files in diloco/codecs: values come back within the error that it states, the same bytes
-come out everywhere, and whatever comes in from the network is refused or decodes to numbers."""
+"""What every codec in diloco/codecs promises: values come back within the error that it states, the same bytes come out
+everywhere, and whatever comes in from the network is refused or decodes to numbers."""
 
 import hashlib
 import random
