@@ -31,7 +31,8 @@ class Agenda:
         landing = [flight for flight in log.flights.values() if self._lands(flight, flight.fragment in due, progress, log)]
         if landing:
             return Boundary(landing=tuple(self._outcome(flight) for flight in landing))
-        self._missed |= due & log.flights.keys()
+        if self._timer is None:
+            self._missed |= due & log.flights.keys()
         if launching := [index for index in sorted(due - log.flights.keys()) if log.work[index].tokens]:
             self._missed.difference_update(launching)
             return Boundary(launching=tuple(launching))
@@ -51,7 +52,7 @@ class Agenda:
             return {index for index in everything if index in scheduled or self._exchange.is_late(index)} | self._missed
         if self._ends(progress):
             return {index for index in everything if self._exchange.called(index)}
-        return {*self._timer.due(time.monotonic(), self._exchange.called), *self._missed}
+        return set(self._timer.due(time.monotonic(), self._exchange.called))
 
     def _lands(self, flight: Flight, is_due: bool, progress: Progress, log: Logbook) -> bool:
         if not self._ends(progress):
