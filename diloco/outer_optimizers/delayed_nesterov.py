@@ -15,14 +15,14 @@ class Config(OuterOptimizerSection):
     type: Literal["delayed_nesterov"] = "delayed_nesterov"
     momentum: float = Field(0.9, ge=0, lt=1, description="beta: share of the last direction that is kept")
     buffer_rounds: int = Field(4, ge=1, description="N: rounds from one step of the momentum to the next")
-    activation: float = Field(0.0, ge=0, description="c: share of the momentum that each round in between takes; up to 1/N")
+    activation: float = Field(0.0, ge=0, description="c: share of the momentum that rounds in between take; up to 1/N")
 
     @model_validator(mode="after")
     def _all_of_the_momentum_at_most(self) -> "Config":
         if self.activation * self.buffer_rounds > 1 + 1e-9:  # 1/N itself may be rounded up
             raise ValueError(
-                f"outer.optimizer.activation={self.activation} in each of buffer_rounds={self.buffer_rounds} is more than all "
-                f"of the momentum; give at most {1 / self.buffer_rounds:g}"
+                f"outer.optimizer.activation={self.activation} in each of buffer_rounds={self.buffer_rounds} is more than "
+                f"all of the momentum; give at most {1 / self.buffer_rounds:g}"
             )
         return self
 

@@ -2,8 +2,8 @@
 
 Speed is in GB/s of fp32 input, chunk by chunk as in a round, beside a plain copy of the same memory and hivemind's own 8-bit
 codecs. All take turns, and the best of many turns counts: what else the machine does then matters little, as long as it
-leaves as many cores as there are threads. The error is the L2 norm of what is lost over that of the input, on Gaussian values
-and on ones with heavy tails (Student's t with 3 degrees of freedom).
+leaves as many cores as there are threads. The error is the L2 norm of what is lost over that of the input, on Gaussian
+values and on ones with heavy tails (Student's t with 3 degrees of freedom).
 
     python tests/benchmarks/codecs.py [--quick]
 """
