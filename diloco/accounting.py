@@ -50,15 +50,18 @@ def seconds_lost(records: list[IslandRecord]) -> dict[str, object]:
 
 
 def _seconds(record: IslandRecord) -> dict[str, float]:
-    """A skipped round has cost all the time that it took; any other what the exchange measured."""
+    """A skipped round has cost all the time that training stood still for it; any other as much of what the exchange measured
+    as was not beside the training."""
     lost = dict.fromkeys(CAUSES, 0.0)
     for row in record.rounds:
         if row.get("outcome") == "skipped":
             lost["skipped"] += row.get("stall_seconds", 0.0)
         else:
-            lost["waiting"] += row.get("waiting_seconds", 0.0)
-            lost["transferring"] += row.get("transfer_seconds", 0.0)
-            lost["recovering"] += row.get("recovering_seconds", 0.0)
+            seconds, stall = row.get("exchange_seconds", 0.0), row.get("stall_seconds", 0.0)
+            felt = min(1.0, stall / seconds) if seconds else 1.0
+            lost["waiting"] += felt * row.get("waiting_seconds", 0.0)
+            lost["transferring"] += felt * row.get("transfer_seconds", 0.0)
+            lost["recovering"] += felt * row.get("recovering_seconds", 0.0)
     return lost
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diloco.swarm_key import read_key
+from islands import plugins
 from islands.config import IslandConfig
 from islands.config_file import Plugin, PluginSection, Section
 
@@ -31,6 +32,16 @@ class OuterOptimizerSection(PluginSection):
 
 class CodecSection(PluginSection):
     """Keys that every codec has."""
+
+
+class AdaptiveSection(Section):
+    """Cheaper codecs and rarer rounds where links are too slow, agreed by all islands at the edges of rounds."""
+
+    target: float = Field(
+        0.0, ge=0, lt=1, description="share of the time in which islands are to compute, such as 0.95; 0: nothing adapts"
+    )
+    codecs: list[str] = Field([], description="cheaper codecs to fall back to, after outer.codec, by name: [int4, topk]")
+    max_sync_every: int = Field(500, ge=1, description="most inner steps between two rounds of a fragment")
 
 
 class OuterSection(Section):
@@ -66,6 +77,7 @@ class OuterSection(Section):
     late: Literal["wait", "land_late"] = Field(
         "wait", description="when a round is not in after overlap steps: wait for it, or train on and land it as soon as it is in"
     )
+    adaptive: AdaptiveSection = AdaptiveSection()
 
     @field_validator("sync_every", mode="before")
     @classmethod
@@ -94,6 +106,33 @@ class OuterSection(Section):
             raise ValueError(
                 f"outer.fragments={self.fragments} can't take turns in outer.sync_every={self.sync_every} inner steps; "
                 f"give at most {self.sync_every}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_adapt(self) -> "OuterSection":
+        adaptive = self.adaptive
+        if adaptive.target and not isinstance(self.sync_every, int):
+            raise ValueError(
+                f"outer.adaptive.target={adaptive.target} changes how many inner steps lie between two rounds, and "
+                f"outer.sync_every={self.sync_every} counts seconds; give steps, or leave adaptive out"
+            )
+        bits = plugins.build("diloco.codecs", self.codec).bits
+        names = plugins.available("diloco.codecs")
+        for name in adaptive.codecs:
+            if name not in names:
+                hint = plugins.did_you_mean(name, names)
+                raise ValueError(f"outer.adaptive.codecs: {name!r} is not one of {', '.join(names)}{hint}")
+            before, bits = bits, plugins.build("diloco.codecs", plugins.load("diloco.codecs", name).Config()).bits
+            if bits >= before:
+                raise ValueError(
+                    f"outer.adaptive.codecs: {name} takes {bits:.3g} bits for each parameter and the codec before it "
+                    f"{before:.3g}; name them from the richest to the cheapest, all of them cheaper than outer.codec"
+                )
+        if adaptive.target and adaptive.max_sync_every < self.sync_every:
+            raise ValueError(
+                f"outer.adaptive.max_sync_every={adaptive.max_sync_every} is less than outer.sync_every={self.sync_every}, from "
+                "which it starts"
             )
         return self
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from diloco.exchange.base import RoundOutcome, Work
+from diloco.uncounted import Uncounted
 from islands.parameter_mover import Incoming
 
 #: The anchor as it is; or by how much it moved.
@@ -43,6 +44,30 @@ class Flight:
     def age(self) -> float:
         """Seconds since it was launched."""
         return time.monotonic() - self.launched
+
+
+@dataclass
+class Logbook:
+    """What all ranks of an island know alike of their rounds.
+
+    Attributes:
+        work: of each fragment, what no round has counted.
+        flights: rounds under way, by fragment.
+        launched_at: of each fragment, at which inner step that was last.
+        finished: fragments whose last round has counted.
+        inner_step: that this island has done, wherever in the run that is.
+    """
+
+    work: list[Uncounted]
+    launched_at: list[int]
+    flights: dict[int, Flight] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    inner_step: int = 0
+
+    @classmethod
+    def begin(cls, fragments: int, position: int) -> "Logbook":
+        """Of an island that begins at ``position`` of its data."""
+        return cls([Uncounted(position) for _ in range(fragments)], [0] * fragments)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 from diloco.config import RunConfig, SwarmSection
 from diloco.exchange.base import Exchange, JoinError, Seat
-from diloco.outer_lr import outer_lr
-from diloco.outer_round import Coordinator, OuterRound, make_schedule
-from diloco.outer_state import Layout, OuterState
+from diloco.from_config import make_layout, make_schedule
+from diloco.outer_round import Coordinator, OuterRound
+from diloco.outer_state import OuterState
 from diloco.report import write_report
 from islands import plugins
 from islands.agreement import check_agreement
@@ -72,19 +72,7 @@ def run_island(config: RunConfig) -> None:
 
 
 def _coordinator(config: RunConfig, fragments: list[Fragment], schema: str) -> Coordinator:
-    optimizer = plugins.build("diloco.outer_optimizers", config.outer.optimizer)
-    sizes = [fragment.numel for fragment in fragments]
-    outer = config.outer
-    layout = Layout(
-        sizes,
-        optimizer,
-        parameter_dtype(config),
-        config.swarm.max_slots,
-        outer.error_feedback,
-        outer.overlap == "eager",
-        outer_lr(config),
-    )
-    state = OuterState(layout)
+    state = OuterState(make_layout(config, [fragment.numel for fragment in fragments]))
     exchange = plugins.load("diloco.exchange", config.exchange.type)
     return Coordinator(exchange.build(config, state, schema), state)
 

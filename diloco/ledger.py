@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Sequence
 
+from diloco.adaptation import Adaptation, Pace
+
 _NEW_SHARE = 0.25  # of the last round's norm in what counts as typical
 
 
@@ -17,6 +19,7 @@ class Counted:
     position: int
     step: int
     norm: float
+    pace: Pace = Pace()
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,16 @@ class Ledger:
         tokens: of all members and rounds.
         step: the furthest inner step of a member.
         typical_norm: of a member's pseudo-gradient, averaged over the last rounds; 0 before the first.
+        rung: of the ladder, where the next round stands (:class:`~diloco.adaptation.Adaptation`).
     """
 
     positions: tuple[int, ...]
     tokens: int = 0
     step: int = 0
     typical_norm: float = 0.0
+    rung: int = 0
 
-    def after(self, counted: Sequence[Counted]) -> "Ledger":
+    def after(self, counted: Sequence[Counted], adaptation: Adaptation | None = None) -> "Ledger":
         """The ledger after one more round. Plain arithmetic in a fixed order: the same bits on every machine."""
         if not counted:
             return self
@@ -45,14 +50,16 @@ class Ledger:
         norm = median(one.norm for one in counted)
         typical = norm if self.typical_norm == 0 else self.typical_norm + _NEW_SHARE * (norm - self.typical_norm)
         tokens = self.tokens + sum(one.tokens for one in counted)
-        return Ledger(tuple(positions), tokens, max(self.step, *[one.step for one in counted]), typical)
+        rung = adaptation.after(self.rung, [one.pace for one in counted]) if adaptation else self.rung
+        return Ledger(tuple(positions), tokens, max(self.step, *[one.step for one in counted]), typical, rung)
 
     def to_bytes(self) -> bytes:
         """For hashing, and for sending."""
-        return struct.pack(f"<{len(self.positions)}qqqd", *self.positions, self.tokens, self.step, self.typical_norm)
+        rest = self.tokens, self.step, self.rung, self.typical_norm
+        return struct.pack(f"<{len(self.positions)}qqqqd", *self.positions, *rest)
 
     @staticmethod
     def from_bytes(raw: bytes) -> "Ledger":
         """The inverse of :meth:`to_bytes`. Raises struct.error where the size is wrong."""
-        *positions, tokens, step, norm = struct.unpack(f"<{len(raw) // 8 - 3}qqqd", raw)
-        return Ledger(tuple(positions), tokens, step, norm)
+        *positions, tokens, step, rung, norm = struct.unpack(f"<{len(raw) // 8 - 4}qqqqd", raw)
+        return Ledger(tuple(positions), tokens, step, norm, rung)

@@ -84,7 +84,8 @@ class IslandProgress:
         else:
             self.skipped += 1
         told = str(outcome).replace("_", " ")
-        return f"round {row.get('round')} {told} at step {row.get('step')}: {row.get('reason') or 'no reason given'}"
+        fragment = f" of fragment {row.get('fragment')}" if row.get("fragments", 1) > 1 else ""
+        return f"round {row.get('round')}{fragment} {told} at step {row.get('step')}: {row.get('reason') or 'no reason given'}"
 
     def _apply_event(self, row: Row) -> str | None:
         what = row.get("what")

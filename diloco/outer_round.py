@@ -11,14 +11,17 @@ from typing import Callable
 
 from torch import Tensor
 
-from diloco.config import OuterSection, RunConfig
+from diloco.adaptation import Pace
+from diloco.agenda import Agenda
+from diloco.config import OuterSection
 from diloco.eager import EagerStart
 from diloco.exchange.base import Exchange, RoundOutcome, Seat
-from diloco.flight import Boundary, Flight, What
+from diloco.flight import Flight, Logbook, What
 from diloco.outer_state import FragmentState, OuterState
+from diloco.pace import Pacing
 from diloco.round_rows import write_round
-from diloco.schedule import RoundTimer, Schedule, Standing, StepSchedule, TimedSchedule
-from diloco.uncounted import Uncounted, fate_of
+from diloco.schedule import Schedule, Standing, StepSchedule
+from diloco.uncounted import fate_of
 from islands.metrics import Metrics
 from islands.parameter_mover import Incoming, ParameterMover
 from islands.process import Process
@@ -35,15 +38,6 @@ class Coordinator:
 
     exchange: Exchange
     state: OuterState
-
-
-def make_schedule(config: RunConfig, num_fragments: int) -> Schedule:
-    """When the rounds of a run begin, and when the run ends."""
-    train, seconds = config.train, config.outer.sync_seconds
-    if seconds is None:
-        return StepSchedule(train.steps, int(config.outer.sync_every), num_fragments)
-    total = train.steps * train.global_batch_size * config.data.seq_len * config.swarm.islands
-    return TimedSchedule(train.steps, seconds, total, num_fragments)
 
 
 class OuterRound:
@@ -67,21 +61,16 @@ class OuterRound:
         self._schedule, self._section, self._mover = schedule, section, mover
         self._coordinator, self._metrics = coordinator, metrics
         self._say = FirstRankSays(process, "rounds that begin or end")
-        self._by_steps = isinstance(schedule, StepSchedule)
         self._several_ranks = process.world_size > 1
+        self._by_steps = isinstance(schedule, StepSchedule)
         self._wait_seconds = round_seconds + _GRACE_SECONDS
-        self._timer: RoundTimer | None = None
-        self._eager: list[EagerStart] = []
         self._resumed = 0.0  # when the inner step that comes next could begin
-        self._inner_step = 0  # that this island has done, wherever in the run that is
-        count = schedule.num_fragments
-        self._work = [Uncounted(0) for _ in range(count)]
-        self._flights: dict[int, Flight] = {}
-        self._launched_at = [0] * count
-        self._missed: set[int] = set()  # due while the round before was in flight
-        self._finished: set[int] = set()  # fragments whose last round has counted
-        self._swarm_tokens = [0] * count
-        self._shares = [0.0] * count  # of this island in the mean that an eager start goes by; 0: there is none
+        self._log = Logbook.begin(schedule.num_fragments, position=0)
+        self._swarm_tokens = [0] * schedule.num_fragments
+        self._shares = [0.0] * schedule.num_fragments  # of this island in the mean that an eager start goes by; 0: there is none
+        self._pacing: Pacing | None = None
+        self._agenda: Agenda | None = None
+        self._eager: list[EagerStart] = []
 
     def start(self, seat: Seat) -> Progress:
         """Make the model's parameters the first anchor, or, where the run is in progress, the anchor the parameters.
@@ -100,26 +89,32 @@ class OuterRound:
                 state.initialize()
         progress = Progress(slot=seat.slot, position=seat.position)
         self._swarm_tokens = [seat.tokens] * count
-        self._work = [Uncounted(seat.position) for _ in range(count)]
+        self._log = Logbook.begin(count, seat.position)
         _stand(progress, self._schedule.joined(seat.step, seat.tokens))
-        self._resumed = time.monotonic()
         if self._coordinator:
-            if self._section.overlap == "eager":
-                self._eager = [EagerStart(state) for state in self._coordinator.state.fragments]
-            if not self._by_steps:
-                self._timer = RoundTimer(self._schedule, self._resumed)
-            self._coordinator.exchange.started()
+            self._begin(self._coordinator)
+        self._resumed = time.monotonic()
         return progress
+
+    def _begin(self, coordinator: Coordinator) -> None:
+        """What rank 0 does alone at the start."""
+        exchange, state = coordinator.exchange, coordinator.state
+        self._pacing = Pacing(self._section, state)
+        self._agenda = Agenda(self._schedule, self._section, exchange, self._pacing, brings_early=self._several_ranks)
+        if self._section.overlap == "eager":
+            self._eager = [EagerStart(fragment) for fragment in state.fragments]
+        exchange.started()
 
     def after_step(self, progress: Progress, tokens: int) -> float:
         """See :class:`~islands.train_loop.StepHook`."""
         started = time.monotonic()
-        self._inner_step += 1
-        for work in self._work:
+        self._log.inner_step += 1
+        for work in self._log.work:
             work.tokens += tokens
         _stand(progress, self._schedule.stepped(_standing(progress)))
         if self._coordinator:
             self._coordinator.exchange.progress(progress.step, tokens / (started - self._resumed))
+            self._pacing.stepped(started - self._resumed)
         while self._acts(progress):
             pass
         if self._coordinator:
@@ -131,9 +126,9 @@ class OuterRound:
     def _acts(self, progress: Progress) -> bool:
         """Do what rank 0 says. Returns whether that may have given rise to more."""
         began = time.monotonic()
-        boundary = self._say(self._coordinator and self._next(progress), self._wait_seconds)
+        boundary = self._say(self._agenda and self._agenda.next(progress, self._log), self._wait_seconds)
         for outcome in boundary.landing:
-            self._flights[outcome.fragment].stall_seconds += time.monotonic() - began
+            self._log.flights[outcome.fragment].stall_seconds += time.monotonic() - began
             self._land(outcome, progress)
             began = time.monotonic()
         for fragment in boundary.launching:
@@ -142,57 +137,14 @@ class OuterRound:
             self._begin_to_bring(outcome)
         return bool(boundary.landing or boundary.launching)
 
-    # -- what happens next, as rank 0 knows ----------------------------------------------------------------------------
-
-    def _next(self, progress: Progress) -> Boundary:
-        due = {index for index in self._due(progress) if self._launched_at[index] < self._inner_step}
-        landing = [flight for flight in self._flights.values() if self._lands(flight, flight.fragment in due, progress)]
-        if landing:
-            return Boundary(landing=tuple(self._outcome(flight) for flight in landing))
-        self._missed |= due & self._flights.keys()
-        if launching := [index for index in sorted(due - self._flights.keys()) if self._work[index].tokens]:
-            self._missed.difference_update(launching)
-            return Boundary(launching=tuple(launching))
-        early = [each for each in self._flights.values() if self._several_ranks and not each.outcome and self._arrived(each)]
-        return Boundary(arriving=tuple(self._outcome(flight) for flight in early))
-
-    def _due(self, progress: Progress) -> set[int]:
-        """Fragments whose round begins now: by schedule, or because the others are waiting."""
-        exchange, everything = self._coordinator.exchange, range(self._schedule.num_fragments)
-        if self._by_steps:
-            scheduled = self._schedule.launches(progress.step)
-            due = {index for index in everything if index in scheduled or exchange.is_late(index)}
-        elif self._ends(progress):
-            return {index for index in everything if exchange.called(index)}
-        else:
-            due = set(self._timer.due(time.monotonic(), exchange.called))
-        return (due | self._missed) - self._finished
-
-    def _lands(self, flight: Flight, is_due: bool, progress: Progress) -> bool:
-        if not self._ends(progress):
-            overlap = self._section.overlap
-            if not (is_due if overlap == "eager" else self._inner_step >= flight.inner_step + overlap):
-                return False
-            if self._section.late == "land_late":
-                return self._arrived(flight)
-        return True
-
-    def _arrived(self, flight: Flight) -> bool:
-        return bool(flight.outcome) or flight.gathered.done() and self._coordinator.exchange.arrived(flight.fragment)
-
-    def _outcome(self, flight: Flight) -> RoundOutcome:
-        flight.gathered.result()
-        return flight.outcome or self._coordinator.exchange.outcome(flight.fragment)
-
-    def _ends(self, progress: Progress) -> bool:
-        return progress.lr_step >= self._schedule.steps
-
     # -- launch --------------------------------------------------------------------------------------------------------
 
     def _launch(self, fragment: int, progress: Progress) -> None:
-        work, numel = self._work[fragment].offer(progress.position, progress.step), self._mover.numel(fragment)
-        flight = Flight(fragment, numel, work, self._inner_step, progress.slot)
-        self._flights[fragment], self._launched_at[fragment] = flight, self._inner_step
+        pace = self._pacing.take(fragment) if self._pacing else Pace()
+        work = self._log.work[fragment].offer(progress.position, progress.step, pace)
+        numel = self._mover.numel(fragment)
+        flight = Flight(fragment, numel, work, self._log.inner_step, progress.slot)
+        self._log.flights[fragment], self._log.launched_at[fragment] = flight, self._log.inner_step
         state = self._state(fragment)
 
         def offer() -> None:
@@ -221,7 +173,7 @@ class OuterRound:
 
     def _land(self, outcome: RoundOutcome, progress: Progress) -> None:
         """Let progress and parameters follow an outcome."""
-        began, flight, taken = time.monotonic(), self._flights.pop(outcome.fragment), progress.position
+        began, flight, taken = time.monotonic(), self._log.flights.pop(outcome.fragment), progress.position
         self._follow(outcome, flight, progress)
         last = self._ends(progress) and self._no_other_follows(flight)
         fate = fate_of(flight.work, outcome, self._section.left_out, last)
@@ -229,7 +181,7 @@ class OuterRound:
             for index in range(self._schedule.num_fragments):
                 self._take_anchor(index, progress)
         elif fate.kind == "counted":
-            self._work[flight.fragment].counted(flight.work)
+            self._log.work[flight.fragment].counted(flight.work)
             self._merge(flight, outcome, last)
         elif fate.kind == "dropped":
             self._take_anchor(flight.fragment, progress)
@@ -241,9 +193,11 @@ class OuterRound:
             self._restart_eagerly(flight.fragment, EagerStart.skipped)
         flight.scatter_seconds += time.monotonic() - began
         flight.stall_seconds += time.monotonic() - began
-        if self._timer:
-            self._timer.landed(flight.fragment, flight.launched + flight.stall_seconds)
-        write_round(self._metrics, flight, outcome, progress.step)
+        if self._agenda:
+            self._agenda.landed(flight)
+        if self._pacing and (told := self._pacing.landed(flight, outcome)):
+            self._metrics.write("event", what="adapted", detail=told)
+        write_round(self._metrics, flight, outcome, progress.step, self._schedule.num_fragments)
         lost = fate.reason
         if last and outcome.kind == "skipped" and fate.kind == "kept":  # nothing replaced these parameters, so they stay
             lost = f"the last round was skipped ({outcome.reason})"
@@ -255,21 +209,21 @@ class OuterRound:
         if seat := outcome.seat:
             progress.slot, progress.position = seat.slot, seat.position
             self._swarm_tokens = [seat.tokens] * len(self._swarm_tokens)
-            self._finished.clear()
+            self._log.finished.clear()
             _stand(progress, self._schedule.joined(seat.step, seat.tokens))
         elif outcome.kind != "skipped":
             progress.position = max(progress.position, outcome.position)
             self._swarm_tokens[outcome.fragment] = outcome.tokens
             if self._by_steps and outcome.step >= self._schedule.steps:
-                self._finished.add(outcome.fragment)
+                self._log.finished.add(outcome.fragment)
             step = outcome.step
             if outcome.kind == "committed" and step:  # the members were there when they launched, and went on like this one
-                step = max(progress.step, step + self._inner_step - flight.inner_step)
-            finished = not self._by_steps or len(self._finished) == self._schedule.num_fragments
+                step = max(progress.step, step + self._log.inner_step - flight.inner_step)
+            finished = not self._by_steps or len(self._log.finished) == self._schedule.num_fragments
             _stand(progress, self._schedule.landed(_standing(progress), step, min(self._swarm_tokens), finished))
 
     def _no_other_follows(self, flight: Flight) -> bool:
-        return not self._by_steps or flight.fragment in self._finished or flight.inner_step == self._inner_step
+        return not self._by_steps or flight.fragment in self._log.finished or flight.inner_step == self._log.inner_step
 
     def _merge(self, flight: Flight, outcome: RoundOutcome, last: bool) -> None:
         """The island's work has counted: let its parameters meet the anchor."""
@@ -280,10 +234,13 @@ class OuterRound:
         alpha = 0.0 if last else self._section.merge_alpha
         flight.incoming[1].apply(partial(Tensor.lerp_, weight=1 - alpha) if alpha else Tensor.copy_)
 
+    def _ends(self, progress: Progress) -> bool:
+        return progress.lr_step >= self._schedule.steps
+
     def _take_anchor(self, fragment: int, progress: Progress) -> None:
         """Nothing that was done since can count."""
         self._scatter(fragment, "anchor").apply()
-        self._work[fragment].forget(progress.position)
+        self._log.work[fragment].forget(progress.position)
         self._restart_eagerly(fragment, EagerStart.restart)
 
     def _restart_eagerly(self, fragment: int, how: Callable[[EagerStart], None]) -> None:
@@ -293,7 +250,7 @@ class OuterRound:
 
     def _begin_to_bring(self, outcome: RoundOutcome) -> None:
         """The outcome is known before its time: what it lands with, probably, moves while training goes on."""
-        flight = self._flights[outcome.fragment]
+        flight = self._log.flights[outcome.fragment]
         flight.outcome = outcome
         kind = fate_of(flight.work, outcome, self._section.left_out, last=False).kind
         if kind == "counted" and self._section.overlap != "eager":

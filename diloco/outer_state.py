@@ -12,6 +12,7 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
+from diloco.adaptation import Adaptation
 from diloco.ledger import Counted, Ledger
 from diloco.outer_lr import OuterLr
 from diloco.outer_optimizers.base import OuterOptimizer
@@ -43,6 +44,7 @@ class Layout:
         error_feedback: what is lost in encoding contributions is kept for the next.
         keeps_mean: the last mean is kept, for eager merging.
         outer_lr: None: that of the optimizer in every round.
+        adaptation: None: period and codec stay as they are.
     """
 
     sizes: Sequence[int]
@@ -52,6 +54,7 @@ class Layout:
     error_feedback: bool = False
     keeps_mean: bool = False
     outer_lr: OuterLr | None = None
+    adaptation: Adaptation | None = None
 
 
 class FragmentState:
@@ -66,7 +69,7 @@ class FragmentState:
     def __init__(self, index: int, numel: int, layout: Layout, memory: "_Arena") -> None:
         optimizer, dtype, max_slots = layout.optimizer, layout.dtype, layout.max_slots
         self.index, self.numel, self.dtype, self._optimizer = index, numel, dtype, optimizer
-        self._outer_lr = layout.outer_lr or OuterLr(optimizer.lr)
+        self._outer_lr, self._adaptation = layout.outer_lr or OuterLr(optimizer.lr), layout.adaptation
         self._staged = False  # known to the process that stages
         self._active = memory.take(1, torch.int64)  # bit 0: the agreed copy of the state; bit 1: that of the residual
         self._offered = memory.take(1, torch.int64)
@@ -109,6 +112,20 @@ class FragmentState:
     def next_residual(self) -> Tensor | None:
         """What :attr:`residual` becomes if the contribution that is offered counts."""
         return self._residuals[1 - (int(self._active) >> 1)] if self._residuals else None
+
+    @property
+    def codec(self) -> int:
+        """Which of the run's codecs encodes the next contribution."""
+        return self.codec_of(self.ledger)
+
+    def codec_of(self, ledger: Ledger) -> int:
+        """Which one does where this is the agreed ledger."""
+        return self._adaptation.codec(ledger.rung) if self._adaptation else 0
+
+    @property
+    def period(self) -> int | None:
+        """Inner steps between two rounds, where the members adapt that; else None."""
+        return self._adaptation.period(self.ledger.rung) if self._adaptation else None
 
     def offers(self, position: int) -> None:
         """This island's contribution up to ``position`` of its data is being encoded; one that was before can't count."""
@@ -180,7 +197,7 @@ class FragmentState:
         Returns:
             The SHA-256 (hex) of the staged anchor, optimizer state and ledger, which members compare before they commit.
         """
-        now, then = self._now, 1 - self._now
+        now, then, lr = self._now, 1 - self._now, self._lr
         if self.mean is not None:
             self.mean.copy_(mean)
         for start in range(0, self.numel, BLOCK):
@@ -190,20 +207,21 @@ class FragmentState:
                 mean[piece],
                 {name: tensor[piece] for name, tensor in self._states[now].items()},
                 self.height,
-                self._lr,
+                lr,
                 self._anchors[then][piece],
                 {name: tensor[piece] for name, tensor in self._states[then].items()},
             )
-        self._ledgers[then].copy_(_to_tensor(self.ledger.after(counted).to_bytes()))
+        self._ledgers[then].copy_(_to_tensor(self.ledger.after(counted, self._adaptation).to_bytes()))
         return self._seal(then, height=self.height + 1, parent=bytes.fromhex(self.lineage))
 
     def look_ahead(self, pseudo_gradient: Tensor, out: Tensor) -> None:
         """Write into ``out`` what the anchor would be after a step by ``pseudo_gradient``; nothing else changes."""
+        lr = self._lr
         for start in range(0, self.numel, BLOCK):
             piece = slice(start, min(start + BLOCK, self.numel))
             state = {name: tensor[piece] for name, tensor in self.optimizer_state.items()}
             scratch = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-            self._optimizer.step(self.anchor[piece], pseudo_gradient[piece], state, self.height, self._lr, out[piece], scratch)
+            self._optimizer.step(self.anchor[piece], pseudo_gradient[piece], state, self.height, lr, out[piece], scratch)
 
     def staged_tensors(self) -> list[Tensor]:
         """Where a state received from another member is written: anchor first, then the optimizer's state in order."""

@@ -43,10 +43,16 @@ class Wire:
     Attributes:
         contribution: what a member sends of itself.
         mean: what a reducer sends of the mean of all, at 8 bits at least: nobody keeps what is lost there.
+        cheaper: what rounds may fall back to where links are slow, from the richest to the cheapest.
     """
 
     contribution: Codec
     mean: Codec
+    cheaper: tuple["Wire", ...] = ()
+
+    def choose(self, index: int) -> "Wire":
+        """This one (0), or the ``index``-th of the cheaper ones."""
+        return (self, *self.cheaper)[index]
 
 
 def sends_whole(wire: Wire, num_members: int) -> bool:

@@ -5,7 +5,7 @@ from diloco.flight import Flight
 from islands.metrics import Metrics
 
 
-def write_round(metrics: Metrics, flight: Flight, outcome: RoundOutcome, landed: int) -> None:
+def write_round(metrics: Metrics, flight: Flight, outcome: RoundOutcome, landed: int, fragments: int) -> None:
     """Tell how a round ended, what it cost, and where its time went.
 
     Args:
@@ -16,6 +16,7 @@ def write_round(metrics: Metrics, flight: Flight, outcome: RoundOutcome, landed:
         "round",
         round=outcome.height,
         fragment=outcome.fragment,
+        fragments=fragments,
         step=work.step,
         landed=landed,
         slot=flight.slot,

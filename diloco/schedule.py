@@ -3,7 +3,7 @@ come in as numbers.
 """
 
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from typing import Callable, Mapping, NamedTuple
 
 
 class Standing(NamedTuple):
@@ -25,11 +25,15 @@ class StepSchedule:
     sync_every: int
     num_fragments: int = 1
 
-    def launches(self, step: int) -> list[int]:
-        """Fragments whose round begins after inner step ``step``: the same answer on every rank of an island."""
+    def launches(self, step: int, periods: Mapping[int, int] = {}) -> list[int]:
+        """Fragments whose round begins after inner step ``step``: the same answer on every rank of an island.
+
+        Args:
+            periods: of fragments whose members have agreed on another one than ``sync_every``.
+        """
         if step == self.steps:
             return list(range(self.num_fragments))
-        return [index for index in range(self.num_fragments) if (step + self._offset(index)) % self.sync_every == 0]
+        return [index for index in range(self.num_fragments) if self._is_due(index, step, periods.get(index, self.sync_every))]
 
     def joined(self, step: int, tokens: int) -> Standing:
         """Where an island begins, or begins again, in a swarm that has reached ``step`` and counted ``tokens``."""
@@ -49,8 +53,8 @@ class StepSchedule:
         reached = min(step, self.steps) if finished else min(step, max(standing.step, self.steps - 1))
         return Standing(reached, reached) if step else standing
 
-    def _offset(self, fragment: int) -> int:
-        return fragment * self.sync_every // self.num_fragments
+    def _is_due(self, fragment: int, step: int, period: int) -> bool:
+        return (step + fragment * period // self.num_fragments) % period == 0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from diloco.adaptation import Pace
 from diloco.exchange.base import RoundOutcome, Work
 
 
@@ -12,9 +13,9 @@ class Uncounted:
     def __init__(self, start: int) -> None:
         self.start, self.tokens = start, 0
 
-    def offer(self, position: int, step: int) -> Work:
+    def offer(self, position: int, step: int, pace: Pace = Pace()) -> Work:
         """All of it, for a round that begins at ``position``."""
-        return Work(self.tokens, self.start, position, step)
+        return Work(self.tokens, self.start, position, step, pace)
 
     def counted(self, work: Work) -> None:
         """A round has counted ``work``; what was done since stays."""

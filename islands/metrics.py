@@ -75,7 +75,8 @@ def _console_line(kind: str, values: dict[str, Any]) -> str:
     if kind == "eval":
         return f"step {values['step']:>6}  held-out loss {values['loss']:.4f}"
     if kind == "round":
-        text = f"step {values['step']:>6}  round {values['round']} {values['outcome']}"
+        fragment = f" of fragment {values['fragment']}" if values["fragments"] > 1 else ""
+        text = f"step {values['step']:>6}  round {values['round']}{fragment} {values['outcome']}"
         return f"{text}: {values['reason']}" if values["reason"] else f"{text} by islands {values['members']}"
     return f"{values['what']}: {values['detail']}" if kind == "event" and isinstance(values["detail"], str) else ""
 

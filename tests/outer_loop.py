@@ -9,17 +9,14 @@ import torch
 from small import small_config, small_corpus, whole_parameters
 from torch import Tensor
 
-from diloco.codecs import build_wire
 from diloco.exchange.base import RoundOutcome, Seat, Work
 from diloco.exchange.in_memory import Hub, InMemoryExchange
-from diloco.outer_lr import outer_lr
-from diloco.outer_round import Coordinator, OuterRound, make_schedule
+from diloco.from_config import make_layout, make_schedule, make_wire
 from diloco.ledger import Counted
-from diloco.outer_state import Layout, OuterState
-from islands import plugins
+from diloco.outer_round import Coordinator, OuterRound
+from diloco.outer_state import OuterState
 from islands.data.base import Corpus, num_samples, windows
 from islands.fragments import cut, schema_of
-from islands.initialize import parameter_dtype
 from islands.island import Island, build_island, meta_model
 from islands.metrics import Metrics
 from islands.parameter_mover import ParameterMover
@@ -69,10 +66,7 @@ def outer_round(island: Island, exchange: Callable[[OuterState], Any], metrics: 
     fragments = cut(schema_of(meta_model(config)), outer.fragments, outer.fragment_pattern, outer.separate_embeddings)
     coordinator = None
     if island.process.rank == 0:
-        optimizer = plugins.build("diloco.outer_optimizers", config.outer.optimizer)
-        sizes, dtype = [fragment.numel for fragment in fragments], parameter_dtype(config)
-        layout = Layout(sizes, optimizer, dtype, 8, outer.error_feedback, outer.overlap == "eager", outer_lr(config))
-        state = OuterState(layout)
+        state = OuterState(make_layout(config, [fragment.numel for fragment in fragments]))
         coordinator = Coordinator(exchange(state), state)
     schedule, mover = make_schedule(config, len(fragments)), ParameterMover(island.model.parts, fragments, island.process)
     return OuterRound(schedule, config.outer, mover, coordinator, metrics, island.process, 30.0)
@@ -84,6 +78,7 @@ def islands_as_threads(
     overrides: dict[str, Any],
     hooks: Callable[[int], list[StepHook]] = lambda slot: [],
     corpus: Corpus | None = None,
+    exchange: type[InMemoryExchange] = InMemoryExchange,
 ) -> list[dict[str, Any]]:
     """Train ``num_islands`` islands, each a thread; what each ends with.
 
@@ -91,22 +86,22 @@ def islands_as_threads(
         hooks: of the island in a slot, called before that of the outer round.
     """
     config, hub, corpus = small_config(**overrides), Hub(num_islands), corpus or small_corpus()
-    wire, outer = build_wire(config.outer.codec), config.outer
+    wire, outer = make_wire(config), config.outer
     islands = [watched(build_island(config, process, corpus)) for _ in range(num_islands)]
     results: list[dict[str, Any]] = [{} for _ in range(num_islands)]
 
     def run(slot: int) -> None:
         metrics, island = Recorded(), islands[slot]
-        exchange: list[InMemoryExchange] = []
+        exchanges: list[InMemoryExchange] = []
 
         def made(state: OuterState) -> InMemoryExchange:
-            exchange.append(InMemoryExchange(hub, slot, state, wire, 30.0, 1, outer.residual_decay))
-            return exchange[0]
+            exchanges.append(exchange(hub, slot, state, wire, 30.0, 1, outer.residual_decay))
+            return exchanges[0]
 
         hook = outer_round(island, made, metrics)
-        progress = hook.start(exchange[0].join())
+        progress = hook.start(exchanges[0].join())
         train(island, island.batches(num_islands), metrics, [*hooks(slot), hook], progress)
-        exchange[0].close()
+        exchanges[0].close()
         seen = island.train_step.samples
         results[slot] = dict(rows=metrics.rows, parameters=whole_parameters(island), progress=progress, samples=seen)
 

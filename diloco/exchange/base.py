@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Callable, Literal, Protocol
 
+from diloco.adaptation import Pace
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -35,12 +37,14 @@ class Work:
     Attributes:
         tokens: that it trained on meanwhile; more than the sequences hold is possible where work was carried over.
         step: the inner step that it has reached.
+        pace: what was measured meanwhile, where period and codec adapt to it.
     """
 
     tokens: int
     start: int
     position: int
     step: int
+    pace: Pace = Pace()
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Callable, Literal, Sequence
 import torch
 from torch import Tensor
 
-from diloco.codecs import build_wire
 from diloco.config import ExchangeSection, RunConfig
 from diloco.encoding import Encoded, encode_contribution
+from diloco.from_config import make_wire
 from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat, Work
 from diloco.ledger import Counted
 from diloco.outer_state import FragmentState, OuterState
@@ -124,13 +124,13 @@ class InMemoryExchange:
     def launch(self, fragment: int, work: Work) -> None:
         """See :class:`diloco.exchange.base.Exchange`. Says at once if there is nothing finite to offer."""
         started, state = time.monotonic(), self._state.fragments[fragment]
-        own = encode_contribution(state, self._wire.contribution, work.position, self._decay)
+        own = encode_contribution(state, self._wire.choose(state.codec).contribution, work.position, self._decay)
         seconds = time.monotonic() - started
         with self._hub.condition:
             meeting = self._hub.open_round(fragment, state.height)
             self._launched[fragment] = _Launched(meeting, own, started, seconds)
             if own.finite:
-                counted = Counted(self._slot, work.tokens, work.position, work.step, agreeable(own.sent_norm))
+                counted = Counted(self._slot, work.tokens, work.position, work.step, agreeable(own.sent_norm), work.pace)
                 meeting.offers[self._slot] = own.chunks, counted
             else:
                 meeting.passed.add(self._slot)
@@ -207,15 +207,16 @@ class InMemoryExchange:
             started, encoded = time.monotonic(), [meeting.offers[slot][0] for slot in members]
             meeting.counted = tuple(meeting.offers[slot][1] for slot in members)
             weights = [float(one.tokens) for one in meeting.counted]
-            meeting.mean = state.local.new_empty(state.numel)
+            wire, meeting.mean = self._wire.choose(state.codec), state.local.new_empty(state.numel)
             for piece, chunk in zip(_chunks(state.numel), zip(*encoded, strict=True), strict=True):
-                meeting.mean[piece] = self._reduce(chunk, weights, piece.stop - piece.start, state.dtype)
+                meeting.mean[piece] = _reduce(wire, chunk, weights, piece.stop - piece.start, state.dtype)
             meeting.decode_seconds = time.monotonic() - started
 
-    def _reduce(self, chunk: Sequence[Tensor], weights: list[float], numel: int, dtype: torch.dtype) -> Tensor:
-        """The mean as all apply it: as it is, or as a reducer would have sent it on."""
-        mean = reduce_chunk(self._wire.contribution, chunk, weights, numel, dtype)
-        return mean if sends_whole(self._wire, len(weights)) else through(self._wire.mean, mean)
+
+def _reduce(wire: Wire, chunk: Sequence[Tensor], weights: list[float], numel: int, dtype: torch.dtype) -> Tensor:
+    """The mean as all apply it: as it is, or as a reducer would have sent it on."""
+    mean = reduce_chunk(wire.contribution, chunk, weights, numel, dtype)
+    return mean if sends_whole(wire, len(weights)) else through(wire.mean, mean)
 
 
 def _chunks(numel: int) -> list[slice]:
@@ -236,5 +237,5 @@ def build(config: RunConfig, state: OuterState, schema: str) -> InMemoryExchange
     slot, exchange = max(config.swarm.slot, 0), config.exchange
     hub = Hub(1)
     hub.expected = {slot}
-    wire, decay = build_wire(config.outer.codec), config.outer.residual_decay
-    return InMemoryExchange(hub, slot, state, wire, exchange.round_deadline, exchange.min_islands, decay)
+    decay = config.outer.residual_decay
+    return InMemoryExchange(hub, slot, state, make_wire(config), exchange.round_deadline, exchange.min_islands, decay)

@@ -1,6 +1,6 @@
 """Fragments, overlap, merging, eager starts and error feedback in real islands against plain loops written here."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Iterator
 
 import pytest
@@ -12,10 +12,13 @@ from small import plain_model, small_config, small_corpus
 from torch import Tensor
 
 from diloco.config import RunConfig
+from diloco.exchange.base import RoundOutcome
+from diloco.exchange.in_memory import InMemoryExchange
 from islands import plugins
 from islands.data.base import Sampler, num_samples, windows
 from islands.initialize import named_parameters
 from islands.learning_rate import learning_rate
+from islands.process import Process
 
 #: fp64 rounding; see test_parity.
 TOLERANCE = 1e-10
@@ -203,6 +206,35 @@ def test_every_sample_of_overlapped_rounds_counts_once(ranks: RankPool) -> None:
             ends = [0, *(position for _, position, _ in spans)]
             assert [start for start, _, _ in spans] == ends[:-1] and ends[-1] == STEPS * BATCH
             assert all(weight == 16 * (position - start) for start, position, weight in spans)
+
+
+def adapting(process: Process, seconds_for_each_byte: float) -> list[dict[str, Any]]:
+    """Islands whose rounds take, as far as they are told, a time in proportion to their bytes."""
+
+    class SlowLink(InMemoryExchange):
+        def outcome(self, fragment: int) -> RoundOutcome:
+            outcome = super().outcome(fragment)
+            return replace(outcome, exchange_seconds=1e-6 + seconds_for_each_byte * outcome.encoded_bytes)
+
+    adaptive = dict(target=0.9, codecs=["int8", "int4"], max_sync_every=6)
+    outer = dict(sync_every=2, fragments=2, overlap=1, adaptive=adaptive)
+    overrides = dict(outer=outer, train=dict(steps=24), swarm=dict(islands=ISLANDS))
+    return islands_as_threads(process, ISLANDS, overrides, exchange=SlowLink)
+
+
+def test_on_a_slow_link_islands_change_codec_and_period_together(ranks: RankPool) -> None:
+    (fast,) = ranks.run(adapting, 1, 0.0)
+    assert {row["bits_per_parameter"] for row in rounds(fast[0])} == {64.0}  # fp64 here
+    (slow,) = ranks.run(adapting, 1, 1.0)
+    seen = [[(row["fragment"], row["step"], row["encoded_bytes"], row["digest"]) for row in rounds(result)] for result in slow]
+    assert seen[0] == seen[1]
+    for fragment in range(2):
+        steps = [row["step"] for row in rounds(slow[0]) if row["fragment"] == fragment]
+        bits = [row["bits_per_parameter"] for row in rounds(slow[0]) if row["fragment"] == fragment]
+        assert bits[0] == 64.0 and 4.0 < bits[-1] < 5.0
+        assert steps[1] - steps[0] == 2 and 6 in [later - before for before, later in zip(steps, steps[1:])]
+    told = [row["detail"] for row in slow[0]["rows"] if row["kind"] == "event" and row["what"] == "adapted"]
+    assert "fragment 1: a round every 6 inner steps as int4, before every 2 as none" in told
 
 
 # Over several ranks, with outcomes that a test gives: what arrives early moves beside the training.

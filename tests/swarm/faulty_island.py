@@ -22,7 +22,7 @@ import torch
 
 from diloco import __main__ as diloco_main
 from diloco.exchange.hivemind import process
-from islands.fragments import ParameterMover
+from islands.parameter_mover import ParameterMover
 from islands.train_step import TrainStep
 
 _LOOK_SECONDS = 0.02
@@ -81,11 +81,11 @@ def _poison_weights() -> None:
     gather = ParameterMover.gather
 
     @torch.no_grad()
-    def gather_or_poison(self: ParameterMover, *arguments: Any) -> None:
+    def gather_or_poison(self: ParameterMover, *arguments: Any) -> Any:
         if fires("nan"):
             weights = next(self._parts[0].parameters())
             getattr(weights, "to_local", lambda: weights)().view(-1)[0] = float("nan")
-        gather(self, *arguments)
+        return gather(self, *arguments)
 
     ParameterMover.gather = gather_or_poison
 

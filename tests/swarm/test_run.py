@@ -126,8 +126,10 @@ def _writes(folder: str, name: str) -> Iterator[bool]:
 
 @pytest.mark.timeout(180)
 def test_islands_with_different_grids_train_one_model(run: Run) -> None:
+    """In rounds of every kind at once: fragments, beside the training, merged, of few bits."""
     config = run.config(islands=2, ranks=2, steps=12)
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "diloco", config]
+    outer = ["outer.fragments=2", "outer.overlap=2", "outer.merge_alpha=0.5", "outer.codec.type=int4", "outer.error_feedback=true"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "diloco", config, *outer]
     first = run.start(*torchrun, "parallel.data_parallel_strategy=zero3", module="")
     peers = f"swarm.initial_peers=[{address_of(first)}]"
     cut = ["parallel.tensor_parallel_size=2", "parallel.data_parallel_size=1", "parallel.sequence_parallel=true"]
@@ -137,9 +139,11 @@ def test_islands_with_different_grids_train_one_model(run: Run) -> None:
         assert process.returncode == 0, output
     grids = [run.rows(island, "event")[0]["detail"]["grid"] for island in (0, 1)]
     assert grids == ["pipeline 1 x replicate 1 x shard 2 x tensor 1", "pipeline 1 x replicate 1 x shard 1 x tensor 2"]
-    digests = [[row["digest"] for row in run.rows(island, "round")] for island in (0, 1)]
-    assert digests[0] == digests[1] and len(set(digests[0])) == 3
-    assert all(row["outcome"] == "committed" for row in run.rows(1, "round"))
+    rounds = [sorted(run.rows(island, "round"), key=lambda row: (row["fragment"], row["round"])) for island in (0, 1)]
+    digests = [[row["digest"] for row in each] for each in rounds]
+    assert digests[0] == digests[1] and len(set(digests[0])) == 6
+    assert [(row["step"], row["landed"]) for row in rounds[0]] == [(5, 7), (10, 12), (12, 12), (3, 5), (8, 10), (12, 12)]
+    assert all(row["outcome"] == "committed" and 4.2 < row["bits_per_parameter"] < 4.4 for row in rounds[1])
     losses = [run.rows(island, "eval") for island in (0, 1)]
     assert losses[0][0]["loss"] == pytest.approx(losses[1][0]["loss"], abs=1e-5)  # the same weights at the start
     assert losses[0][-1]["loss"] == pytest.approx(losses[1][-1]["loss"], abs=1e-5)  # and the same anchor at the end

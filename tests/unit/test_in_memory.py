@@ -14,8 +14,7 @@ from diloco.exchange.base import JoinError, RoundOutcome, Work
 from diloco.exchange.in_memory import Hub, InMemoryExchange, build
 from diloco.outer_optimizers.sgd import Config, Sgd
 from diloco.outer_state import FragmentState, Layout, OuterState
-from diloco.reduction import Wire
-from diloco.reduction import CHUNK
+from diloco.reduction import CHUNK, Wire
 
 SIZES = [CHUNK + 37, 5]
 NAN, INF = float("nan"), float("inf")

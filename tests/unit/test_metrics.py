@@ -14,7 +14,7 @@ from islands.metrics import Metrics
 STEP = dict(
     step=7, loss=1.25, lr=3e-4, grad_norm=0.5, tokens=2048, tokens_per_second=12345.6, step_seconds=0.1, stall_seconds=0.0
 )
-ROUND = dict(round=3, fragment=0, step=30, members=[0, 2], weight=100, outcome="committed", reason="", digest="ab")
+ROUND = dict(fragments=1, round=3, fragment=0, step=30, members=[0, 2], weight=100, outcome="committed", reason="", digest="ab")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -46,6 +46,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         ("step", STEP, "step      7  loss 1.2500  lr 3.00e-04  grad norm 0.500  12,346 tokens/s"),
         ("eval", dict(step=0, loss=5.5451), "step      0  held-out loss 5.5451"),
         ("round", ROUND, "step     30  round 3 committed by islands [0, 2]"),
+        ("round", ROUND | dict(fragment=2, fragments=3), "step     30  round 3 of fragment 2 committed by islands [0, 2]"),
         ("round", ROUND | dict(outcome="skipped", reason="nobody came"), "step     30  round 3 skipped: nobody came"),
         ("event", dict(what="lost", detail="island 2"), "lost: island 2"),
     ],
@@ -100,7 +101,7 @@ def test_numbers_go_to_tensorboard_by_kind_and_step(tmp_path: Path, monkeypatch:
     assert board.folder == str(tmp_path / "tensorboard" / "island-1") and board.closed
     assert board.scalars["step/loss", 7] == 1.25 and board.scalars["round/weight", 30] == 100
     assert {name for name, _ in board.scalars} == {
-        *(f"step/{key}" for key in STEP if key != "step"), "round/round", "round/fragment", "round/weight"
+        *(f"step/{key}" for key in STEP if key != "step"), "round/round", "round/fragment", "round/fragments", "round/weight"
     }  # fmt: skip
 
 

@@ -142,6 +142,13 @@ def test_seconds_are_summed_for_each_island_and_averaged_over_islands(tmp_path: 
     assert told in printed(run)
 
 
+def test_a_round_beside_the_training_costs_only_what_was_felt(tmp_path: Path) -> None:
+    times = dict(exchange_seconds=20.0, waiting_seconds=12.0, transfer_seconds=8.0, stall_seconds=2.0)
+    island = Process(0).train().round(1, 0, **times).train().end()
+    lost = summarize(write(tmp_path, [island]))["seconds_lost"]
+    assert {cause: lost[cause] for cause in ("waiting", "transferring")} == pytest.approx(dict(waiting=1.2, transferring=0.8))
+
+
 def test_carried_work_is_not_lost_and_dropped_work_is(tmp_path: Path) -> None:
     carried = Process(0).train(2).round(1, 0, "left_out").train(2).round(2, 0).end()
     dropped = Process(1).train(2).round(1, 0, "left_out").train(2).round(2, 16).end()

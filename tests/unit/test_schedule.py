@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from small import small_config
 
-from diloco.outer_round import make_schedule
+from diloco.from_config import make_schedule
 from diloco.schedule import RoundTimer, Standing, StepSchedule, TimedSchedule
 from islands.config_file import ConfigError
 

@@ -55,4 +55,5 @@ class Contribution:
             position=self.work.position,
             step=self.work.step,
             norm=agreeable(self.own.sent_norm),
+            pace=tuple(self.work.pace),
         )

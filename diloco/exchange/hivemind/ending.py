@@ -27,24 +27,18 @@ class Ending:
     def __init__(self, around: Surroundings, state: FragmentState, contribution: Contribution) -> None:
         self._around, self._state, self._contribution = around, state, contribution
         self._started, self._seconds, self.traffic = time.monotonic(), Counter[str](), Traffic()
-        self._running: tuple[str, float] | None = None  # what is being timed, and since when
+        self._running: dict[str, float] = {}  # since when; a round may end inside what is timed
         self.decode_seconds = 0.0
         self.left_out: RoundOutcome | None = None
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """The block is spent on ``transfer`` or ``recovering``; all other time is waiting."""
-        self._running = what, time.monotonic()
+        """The block is spent on ``transfer`` or ``recovering``; all other time but encoding is waiting."""
+        self._running[what] = time.monotonic()
         try:
             yield
         finally:
-            self._seconds[what] = self._spent_on(what)
-            self._running = None
-
-    def _spent_on(self, what: str) -> float:
-        """Seconds, up to now: a round is told of while its last part is still being timed."""
-        running, since = self._running or ("", 0.0)
-        return self._seconds[what] + (time.monotonic() - since if running == what else 0.0)
+            self._seconds[what] += time.monotonic() - self._running.pop(what)
 
     def swap(self, kind: str, last: LastRound, **details: object) -> RoundOutcome:
         """Make the staged state the agreed one, which is the end of a round. Nothing in here waits."""
@@ -71,8 +65,11 @@ class Ending:
         return self._outcome("skipped", self._state.height, self._state.ledger, reason=reason)
 
     def _outcome(self, kind: str, height: int, ledger: Ledger, **details: object) -> RoundOutcome:
-        seconds = time.monotonic() - self._started
-        transfer, recovering = self._spent_on("transfer"), self._spent_on("recovering")
+        now = time.monotonic()
+        seconds, encoding = now - self._started, self._contribution.encode_seconds
+        transfer, recovering = (
+            self._seconds[what] + now - self._running.get(what, now) for what in ("transfer", "recovering")
+        )
         return RoundOutcome(
             kind,
             self._state.index,
@@ -84,11 +81,11 @@ class Ending:
             position=ledger.positions[self._around.membership.slot],
             step=self._around.step(ledger) if kind == "left_out" else ledger.step,
             tokens=ledger.tokens,
-            waiting_seconds=max(0.0, seconds - transfer - recovering),
+            waiting_seconds=max(0.0, seconds - encoding - transfer - recovering),
             transfer_seconds=transfer,
             recovering_seconds=recovering,
             encoded_bytes=self._contribution.own.num_bytes,
-            encode_seconds=self._contribution.encode_seconds,
+            encode_seconds=encoding,
             decode_seconds=self.decode_seconds,
             step_seconds=self._contribution.step_seconds,
             **details,

@@ -5,7 +5,7 @@ import contextlib
 import logging
 from multiprocessing.connection import Connection
 
-from diloco.codecs import build_wire
+from diloco.from_config import make_wire
 from diloco.config import RunConfig
 from diloco.exchange.base import ExchangeEvent, Seat
 from diloco.exchange.hivemind import carriers, daemon, ipc, messages
@@ -188,7 +188,7 @@ class _Island:
             config.run.name,
             network,
             self._membership,
-            build_wire(config.outer.codec),
+            make_wire(config),
             exchange.round_deadline,
             exchange.min_islands,
             exchange.max_weight_ratio,

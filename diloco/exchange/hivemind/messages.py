@@ -157,6 +157,7 @@ class Claim(_Message):
     position: Count
     step: Count
     norm: Norm
+    pace: Annotated[tuple[Norm, Norm, Norm], Field(description="diloco.adaptation.Pace")] = (0.0, 0.0, 0.0)
 
 
 class Offer(_Message):

@@ -6,6 +6,7 @@ The proposer chooses by them, and every member checks by them what was proposed.
 from dataclasses import dataclass
 from typing import Collection, Iterable, Mapping, Sequence
 
+from diloco.adaptation import Pace
 from diloco.contributions import Measured, Size, capped_weights, most_opposite, too_large, understated
 from diloco.exchange.hivemind.messages import Ballot, Claim, Excluded, Offer, Proposal, StateHeader
 from diloco.exchange.hivemind.roster import Roster
@@ -115,7 +116,7 @@ def ledger_of(header: StateHeader) -> Ledger:
 
 def counted(claims: Iterable[Claim]) -> list[Counted]:
     """What the ledger notes when a round of these claims is committed."""
-    return [Counted(claim.slot, claim.tokens, claim.position, claim.step, claim.norm) for claim in claims]
+    return [Counted(claim.slot, claim.tokens, claim.position, claim.step, claim.norm, Pace(*claim.pace)) for claim in claims]
 
 
 def rules_in_words(excluded: Sequence[Excluded]) -> list[str]:

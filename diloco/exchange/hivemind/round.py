@@ -38,7 +38,9 @@ class Round:
         self, around: Surroundings, state: FragmentState, work: Work, keep: Callable[[Attempt], None]
     ) -> None:
         self._around, self._state, self._keep = around, state, keep
-        self._contribution = Contribution(state, around.wire.contribution, around.residual_decay, work)
+        self._codec = state.codec
+        self._wire = around.wire.choose(self._codec)
+        self._contribution = Contribution(state, self._wire.contribution, around.residual_decay, work)
         self._standing = Standing(around, state, self._contribution)
         self._ending = Ending(around, state, self._contribution)
         self.offering = self.passes = False
@@ -211,7 +213,7 @@ class Round:
     def _accept(self, proposal: Proposal) -> Attempt:
         self._last_attempt = proposal.attempt
         transfer = ScatterReduce(
-            self._around.wire,
+            self._wire,
             self._contribution.own.chunks,
             self._state.numel,
             self._state.dtype,
@@ -222,7 +224,7 @@ class Round:
             lambda position, lane, lanes: self._open_stream(proposal, position, lane, lanes),
         )
         members = [claim.slot for claim in proposal.claims]
-        judge = partial(offers.judge, proposal, offers.independent_values(self._around.wire.contribution, self._state.numel))
+        judge = partial(offers.judge, proposal, offers.independent_values(self._wire.contribution, self._state.numel))
         attempt = Attempt(proposal, members, self._around.membership.slot, transfer, judge)
         if self._attempt:
             self._following = attempt
@@ -354,6 +356,7 @@ class Round:
         standing, staged = self._standing, self._state.staged
         counted = offers.ledger_of(taken).positions[self._around.membership.slot]
         fits = self._around.carry and standing.may_count() and self._contribution.work.start >= counted
+        fits = fits and self._state.codec_of(staged.ledger) == self._codec  # or the others could not read what is encoded
         return fits and standing.others_wait(staged.height + 1, bytes.fromhex(staged.lineage))
 
     def _go_on(self) -> None:

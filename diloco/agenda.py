@@ -1,0 +1,74 @@
+"""What an island does between two inner steps, as its rank 0 knows: which rounds land, which are launched."""
+
+import time
+
+from diloco.config import OuterSection
+from diloco.exchange.base import Exchange, RoundOutcome
+from diloco.flight import Boundary, Flight, Logbook
+from diloco.pace import Pacing
+from diloco.schedule import RoundTimer, Schedule, StepSchedule
+from islands.train_loop import Progress
+
+
+class Agenda:
+    """On rank 0.
+
+    Args:
+        brings_early: what has arrived before its time is moved to the other ranks meanwhile, if there are any.
+    """
+
+    def __init__(
+        self, schedule: Schedule, section: OuterSection, exchange: Exchange, pacing: Pacing, brings_early: bool
+    ) -> None:
+        self._schedule, self._section, self._exchange = schedule, section, exchange
+        self._pacing, self._brings_early = pacing, brings_early
+        self._timer = None if isinstance(schedule, StepSchedule) else RoundTimer(schedule, time.monotonic())
+        self._missed: set[int] = set()  # due while the round before was in flight
+
+    def next(self, progress: Progress, log: Logbook) -> Boundary:
+        """What to do now; asked again until nothing lands and nothing is launched. Waits for outcomes that are due."""
+        due = {index for index in self._due(progress) if log.launched_at[index] < log.inner_step} - log.finished
+        landing = [flight for flight in log.flights.values() if self._lands(flight, flight.fragment in due, progress, log)]
+        if landing:
+            return Boundary(landing=tuple(self._outcome(flight) for flight in landing))
+        if self._timer is None:
+            self._missed |= due & log.flights.keys()
+        if launching := [index for index in sorted(due - log.flights.keys()) if log.work[index].tokens]:
+            self._missed.difference_update(launching)
+            return Boundary(launching=tuple(launching))
+        early = [each for each in log.flights.values() if self._brings_early and not each.outcome and self._arrived(each)]
+        return Boundary(arriving=tuple(self._outcome(flight) for flight in early))
+
+    def landed(self, flight: Flight) -> None:
+        """By the clock, the next round of its fragment is due when the island has trained so long since."""
+        if self._timer:
+            self._timer.landed(flight.fragment, flight.launched + flight.stall_seconds)
+
+    def _due(self, progress: Progress) -> set[int]:
+        """Fragments whose round begins now: by schedule, or because the others are waiting."""
+        everything = range(self._schedule.num_fragments)
+        if self._timer is None:
+            scheduled = self._schedule.launches(progress.step, self._pacing.periods)
+            return {index for index in everything if index in scheduled or self._exchange.is_late(index)} | self._missed
+        if self._ends(progress):
+            return {index for index in everything if self._exchange.called(index)}
+        return set(self._timer.due(time.monotonic(), self._exchange.called))
+
+    def _lands(self, flight: Flight, is_due: bool, progress: Progress, log: Logbook) -> bool:
+        if not self._ends(progress):
+            overlap = self._section.overlap
+            if not (is_due if overlap == "eager" else log.inner_step >= flight.inner_step + overlap):
+                return False
+            if self._section.late == "land_late":
+                return self._arrived(flight)
+        return True
+
+    def _arrived(self, flight: Flight) -> bool:
+        return bool(flight.outcome) or flight.gathered.done() and self._exchange.arrived(flight.fragment)
+
+    def _outcome(self, flight: Flight) -> RoundOutcome:
+        flight.gathered.result()
+        return flight.outcome or self._exchange.outcome(flight.fragment)
+
+    def _ends(self, progress: Progress) -> bool:
+        return progress.lr_step >= self._schedule.steps

@@ -1,0 +1,178 @@
+"""Which rounds land and are launched between two inner steps, where others are slow, or wait."""
+
+import time
+from typing import Any
+
+import pytest
+from small import small_config
+
+from diloco.agenda import Agenda
+from diloco.exchange.base import RoundOutcome, Work
+from diloco.flight import Boundary, Flight, Logbook
+from diloco.from_config import make_layout, make_schedule
+from diloco.outer_state import OuterState
+from diloco.pace import Pacing
+from islands.train_loop import Progress
+
+
+class Others:
+    """An exchange whose rounds are in when the test says so."""
+
+    def __init__(self) -> None:
+        self.arrivals: set[int] = set()
+        self.late: set[int] = set()
+        self.waiting: set[int] = set()
+        self.waited_for: list[int] = []
+
+    def arrived(self, fragment: int) -> bool:
+        return fragment in self.arrivals
+
+    def outcome(self, fragment: int) -> RoundOutcome:
+        if fragment not in self.arrivals:
+            self.waited_for.append(fragment)
+        return RoundOutcome("committed", fragment, 1)
+
+    def is_late(self, fragment: int) -> bool:
+        return fragment in self.late
+
+    def called(self, fragment: int) -> bool:
+        return fragment in self.waiting
+
+
+class Island:
+    """Steps through a run and does what its agenda says, with rounds that all commit."""
+
+    def __init__(self, early: bool = False, steps: int = 20, **outer: Any) -> None:
+        config = small_config(outer=outer, train=dict(steps=steps), swarm=dict(islands=2))
+        count, state = config.outer.fragments, OuterState(make_layout(config, [4] * config.outer.fragments))
+        self.others, self.progress, self.log = Others(), Progress(), Logbook.begin(count, 0)
+        schedule = make_schedule(config, count)
+        self.agenda = Agenda(schedule, config.outer, self.others, Pacing(config.outer, state), brings_early=early)
+        self.told: dict[int, list[tuple[str, int]]] = {}
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.log.inner_step += 1
+            self.progress.step = self.progress.lr_step = self.log.inner_step
+            for work in self.log.work:
+                work.tokens += 10
+            while self._act(self.agenda.next(self.progress, self.log)):
+                pass
+
+    def _act(self, boundary: Boundary) -> bool:
+        told = self.told.setdefault(self.log.inner_step, [])
+        for outcome in boundary.landing:
+            told.append(("land", outcome.fragment))
+            flight = self.log.flights.pop(outcome.fragment)
+            self.log.work[outcome.fragment].counted(flight.work)
+            self.others.arrivals.discard(outcome.fragment)
+            self.agenda.landed(flight)
+        for fragment in boundary.launching:
+            told.append(("launch", fragment))
+            work = Work(self.log.work[fragment].tokens, 0, 1, self.log.inner_step)
+            flight = self.log.flights[fragment] = Flight(
+                fragment, 4, work, self.log.inner_step, 0, launched=time.monotonic()
+            )
+            flight.gathered.set_result(None)
+            self.log.launched_at[fragment] = self.log.inner_step
+        for outcome in boundary.arriving:
+            told.append(("bring", outcome.fragment))
+            self.log.flights[outcome.fragment].outcome = outcome
+        return bool(boundary.landing or boundary.launching)
+
+    def events(self) -> dict[int, list[tuple[str, int]]]:
+        return {step: told for step, told in self.told.items() if told}
+
+
+def test_a_round_lands_so_many_steps_after_its_launch() -> None:
+    island = Island(sync_every=5, overlap=2, steps=12)
+    island.step(12)
+    assert island.events() == {
+        5: [("launch", 0)], 7: [("land", 0)], 10: [("launch", 0)], 12: [("land", 0), ("launch", 0), ("land", 0)]
+    }  # fmt: skip
+
+
+def test_several_fragments_are_in_flight_at_once_and_all_end_with_the_run() -> None:
+    island = Island(sync_every=4, fragments=2, overlap=3, steps=9)
+    island.step(9)
+    assert island.events() == {
+        2: [("launch", 1)], 4: [("launch", 0)], 5: [("land", 1)], 6: [("launch", 1)], 7: [("land", 0)],
+        8: [("launch", 0)], 9: [("land", 1), ("land", 0), ("launch", 0), ("launch", 1), ("land", 0), ("land", 1)],
+    }  # fmt: skip
+
+
+def test_it_waits_for_a_round_that_is_not_in() -> None:
+    island = Island(sync_every=5, overlap=2)
+    island.step(7)
+    assert island.others.waited_for == [0]
+
+
+def test_or_trains_on_and_lands_it_when_it_is_in() -> None:
+    island = Island(sync_every=4, overlap=1, late="land_late")
+    island.step(7)
+    assert island.events() == {4: [("launch", 0)]} and island.others.waited_for == []
+    island.others.arrivals.add(0)
+    island.step()
+    assert island.events()[8] == [("land", 0), ("launch", 0)]
+
+
+def test_a_launch_that_came_too_early_follows_the_landing() -> None:
+    island = Island(sync_every=4, overlap=1, late="land_late")
+    island.step(9)  # 8 was due
+    island.others.arrivals.add(0)
+    island.step()
+    assert island.events() == {4: [("launch", 0)], 10: [("land", 0), ("launch", 0)]}
+    island.others.arrivals.add(0)
+    island.step(2)
+    assert island.events()[11] == [("land", 0)] and island.events()[12] == [("launch", 0)]  # again as scheduled
+
+
+def test_at_the_end_it_waits_even_if_it_may_land_late() -> None:
+    island = Island(sync_every=4, overlap=1, late="land_late", steps=6)
+    island.step(6)
+    assert island.events() == {4: [("launch", 0)], 6: [("land", 0), ("launch", 0), ("land", 0)]}
+    assert island.others.waited_for == [0, 0]
+
+
+def test_an_eager_round_lands_when_the_next_one_is_launched() -> None:
+    island = Island(sync_every=4, overlap="eager", steps=10)
+    island.step(10)
+    assert island.events() == {
+        4: [("launch", 0)], 8: [("land", 0), ("launch", 0)], 10: [("land", 0), ("launch", 0), ("land", 0)]
+    }  # fmt: skip
+
+
+def test_an_island_that_is_late_launches_at_once() -> None:
+    island = Island(sync_every=10, overlap=2)
+    island.step(3)
+    island.others.late.add(0)
+    island.step()
+    island.others.late.clear()
+    assert island.events() == {4: [("launch", 0)]}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_in_before_its_time_is_brought_to_the_other_ranks(early: bool) -> None:
+    island = Island(early=early, sync_every=5, overlap=3)
+    island.step(5)
+    island.others.arrivals.add(0)
+    island.step(3)
+    bring = {6: [("bring", 0)]} if early else {}
+    assert island.events() == {5: [("launch", 0)], **bring, 8: [("land", 0)]}
+
+
+def test_by_the_clock_a_round_in_flight_is_not_due_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    island = Island(sync_every="4s", overlap=3)
+    for second in range(1, 13):
+        now[0] = float(second)
+        island.step()
+    assert island.events() == {4: [("launch", 0)], 7: [("land", 0)], 8: [("launch", 0)], 11: [("land", 0)], 12: [("launch", 0)]}
+
+
+def test_finished_fragments_and_those_without_work_are_left_alone() -> None:
+    island = Island(sync_every=5, fragments=2, steps=5)
+    island.log.finished.add(0)
+    island.step(5)
+    assert island.events() == {3: [("launch", 1), ("land", 1)], 5: [("launch", 1), ("land", 1)]}
