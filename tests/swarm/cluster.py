@@ -51,6 +51,7 @@ class Cluster:
         settings: overrides for all of them, such as ``"outer.sync_every=10"``.
         link: their network; without one they share loopback. A stranger comes from its last place, so give it one more.
         step_seconds: the least that an inner step takes.
+        script: what an island runs.
 
     Attributes:
         mark: what ``TEST_MARK`` begins with in the environment of all its processes.
@@ -67,10 +68,11 @@ class Cluster:
         step_seconds: float = 0.0,
         ranks: int = 1,
         room: int = 0,
+        script: str = faulty_island.__file__,
     ) -> None:
         if link and link.count < islands + room:
             raise ValueError(f"a link with {link.count} places is too small for {islands} islands and {room} newcomers")
-        self.folder, self.link, self._count = folder, link, islands
+        self.folder, self.link, self._count, self._script = folder, link, islands, script
         self.mark = uuid.uuid4().hex
         write_text(folder)
         self._config = folder / "tiny.yaml"
@@ -153,7 +155,7 @@ class Cluster:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         own = [f"swarm.slot={slot}", f"swarm.listen={host}:{port}", f"swarm.identity_file={self.folder}/identity-{slot}"]
         public = ["swarm.public=true"] if self.link else []
-        arguments = [sys.executable, *torchrun, faulty_island.__file__, str(self._config), *settings, *own, *public]
+        arguments = [sys.executable, *torchrun, self._script, str(self._config), *settings, *own, *public]
         faults = self.folder / f"faults-{slot}"
         faults.mkdir()
         environment = {

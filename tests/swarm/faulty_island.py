@@ -90,7 +90,8 @@ def _poison_weights() -> None:
     ParameterMover.gather = gather_or_poison
 
 
-def _pad_steps(seconds: float) -> None:
+def pad_steps(seconds: float) -> None:
+    """Have every inner step take at least so long."""
     train = TrainStep.__call__
 
     def train_and_rest(self: TrainStep, *arguments: Any) -> Any:
@@ -106,7 +107,7 @@ def main() -> None:
     """Arm, and run diloco."""
     process.main = exchange_main  # its process starts here instead
     _poison_weights()
-    _pad_steps(float(os.environ.get("TEST_STEP_SECONDS", "0")))
+    pad_steps(float(os.environ.get("TEST_STEP_SECONDS", "0")))
     sys.exit(diloco_main.run())
 
 
