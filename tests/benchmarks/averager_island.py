@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "swarm"))
 
@@ -36,14 +36,7 @@ class AveragerExchange:
         host, _, port = swarm.listen.rpartition(":")
         self._config, self._fragment, self._launched = config, state.fragments[0], 0.0
         self._mean = self._fragment.local.clone()
-        self._dht = hivemind.DHT(
-            start=True,
-            host_maddrs=[f"/ip4/{host}/tcp/{port}"],
-            initial_peers=swarm.initial_peers,
-            identity_path=swarm.identity_file,
-            use_relay=False,
-            use_auto_relay=False,
-        )
+        self._dht = self._join_dht(hivemind.DHT, f"/ip4/{host}/tcp/{port}")
         self._averager = hivemind.averaging.DecentralizedAverager(
             [self._mean],
             self._dht,
@@ -55,6 +48,24 @@ class AveragerExchange:
             request_timeout=_REQUEST_SECONDS,
             allow_state_sharing=False,
         )
+
+    def _join_dht(self, make: Callable[..., Any], address: str) -> Any:
+        """It does not wait for the first island by itself."""
+        swarm, until = self._config.swarm, time.monotonic() + self._config.swarm.join_timeout
+        while True:
+            try:
+                return make(
+                    start=True,
+                    host_maddrs=[address],
+                    initial_peers=swarm.initial_peers,
+                    identity_path=swarm.identity_file,
+                    use_relay=False,
+                    use_auto_relay=False,
+                )
+            except Exception:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.5)
 
     def join(self, waiting: Callable[[], None] = lambda: None) -> Seat:
         """See :class:`diloco.exchange.base.Exchange`."""

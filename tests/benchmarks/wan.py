@@ -26,8 +26,8 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,12 +183,11 @@ def grid(links: list[tuple[str, float, float]], seconds: float) -> list[dict[str
 
 def quick() -> list[dict[str, Any]]:
     """One link. The averager, which waits for the link almost all the time, runs beside the other two on a link of its own."""
-    link, beside = ("100mbit", 50.0, 0.001), list[dict[str, Any]]()
-    thread = threading.Thread(target=lambda: beside.append(measure("hivemind_averager", *link, seconds=32)))
-    thread.start()
-    rows = [measure("blocking_fp32", *link, seconds=12), measure("ours", *link, seconds=12)]
-    thread.join()
-    return [rows[0], *beside, rows[1]]
+    link = "100mbit", 50.0, 0.001
+    with ThreadPoolExecutor() as pool:
+        beside = pool.submit(measure, "hivemind_averager", *link, seconds=32)
+        blocking, ours = measure("blocking_fp32", *link, seconds=12), measure("ours", *link, seconds=12)
+        return [blocking, beside.result(), ours]
 
 
 def show(rows: list[dict[str, Any]], losses: dict[str, float]) -> None:
