@@ -6,9 +6,10 @@ a newcomer gets the state. ``membership`` knows who is alive, ``directory`` puts
 where an ``onlooker`` finds it.
 
 ``rounds`` dispatches; a ``round`` goes from launch to its ``ending`` with a ``contribution``; its ``standing`` and the pure
-functions in ``offers`` tell who takes part; an ``attempt`` counts votes, ``voting`` casts and settles them;
-``scatter_reduce`` moves contributions, ``catch_up`` and ``donations`` state. ``network``, ``messages``, ``seal``,
-``limits``, ``stream``, ``raw_socket``, ``carriers`` and ``daemon`` are the wire.
+functions in ``offers`` tell who takes part; an ``attempt`` counts votes, ``voting`` casts and settles them, and ``overtaken``
+is what becomes of a round that the others finished alone; ``scatter_reduce`` moves contributions, ``catch_up`` and
+``donations`` state. ``network``, ``messages``, ``seal``, ``limits``, ``stream``, ``raw_socket``, ``carriers`` and ``daemon``
+are the wire.
 """
 
 from typing import Literal

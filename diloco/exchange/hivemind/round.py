@@ -9,12 +9,12 @@ from typing import Callable
 from diloco.exchange.base import RoundOutcome, Work
 from diloco.exchange.hivemind import offers, voting
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
-from diloco.exchange.hivemind.catch_up import take_over
 from diloco.exchange.hivemind.contribution import Contribution
 from diloco.exchange.hivemind.ending import Ending
-from diloco.exchange.hivemind.messages import Ack, Ballot, ContributionHeader, LeftOut, Offer, Proposal, StateHeader, Tip
+from diloco.exchange.hivemind.messages import Ack, Ballot, ContributionHeader, LeftOut, Offer, Proposal, Tip
+from diloco.exchange.hivemind.overtaken import Overtaken
 from diloco.exchange.hivemind.scatter_reduce import NotFinite, ScatterReduce
-from diloco.exchange.hivemind.standing import DAMAGED, Standing
+from diloco.exchange.hivemind.standing import Standing
 from diloco.exchange.hivemind.stream import Stream
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings, in_words
 from diloco.outer_state import FragmentState
@@ -31,7 +31,6 @@ class Round:
 
     Attributes:
         offering: the contribution is encoded, and others may name this island in proposals.
-        passes: at its end the others waited in the next round, to which this island has nothing to offer.
     """
 
     def __init__(
@@ -43,19 +42,19 @@ class Round:
         self._contribution = Contribution(state, self._wire.contribution, around.residual_decay, work)
         self._standing = Standing(around, state, self._contribution)
         self._ending = Ending(around, state, self._contribution)
-        self.offering = self.passes = False
+        self.offering = False
         self._attempt: Attempt | None = None
         self._following: Attempt | None = None  # a proposal accepted while the one before it is being settled
         self._last_attempt = 0
         self._trouble = ""  # what went wrong last
-        self._taken: tuple[Tip, StateHeader] | tuple[None, None] = None, None  # staged already, beside what is agreed
         self._started = time.monotonic()
         self._deadline = self._started + around.round_deadline
+        self._overtaken = Overtaken(around, state, self._contribution, self._standing, self._ending, self._deadline)
         self._changed = asyncio.Event()
 
     async def run(self) -> RoundOutcome:
         """Take part until the round has an outcome: at the latest at the deadline and one settling of votes."""
-        outcome = await self._settle_last()
+        outcome = await self._overtaken.settle_last()
         if outcome:
             return outcome
         await asyncio.to_thread(self._contribution.prepare)
@@ -71,6 +70,11 @@ class Round:
         finally:
             self.offering = False
             self._give_up_open("this island's round is over")
+
+    @property
+    def passes(self) -> bool:
+        """At its end the others waited in the next round, to which this island has nothing to offer."""
+        return self._overtaken.passes
 
     def offer(self) -> Offer:
         """What the others are told about it."""
@@ -108,32 +112,6 @@ class Round:
             return objection
         self._accept(proposal)
         return ""
-
-    async def _settle_last(self) -> RoundOutcome | None:
-        """Where it is open whether the last contribution has counted, find out: to prepare this one forgets what that lost.
-
-        Returns:
-            An outcome where it has, or can't be found out in time: what is offered now holds the same work again.
-        """
-        around, state, slot = self._around, self._state, self._around.membership.slot
-        while state.offered not in (0, state.ledger.positions[slot]):
-            await asyncio.gather(*(around.membership.exchange_status(member) for member in around.membership.live()))
-            tip = self._standing.tip_to_adopt()
-            if not tip:
-                return None
-            taken = await self._take_over(tip)
-            if isinstance(taken, str):
-                if time.monotonic() >= self._deadline:
-                    return self._ending.skipped(taken)
-                await asyncio.sleep(_PAUSE_SECONDS)
-            elif state.staged.ledger.positions[slot] == state.offered:
-                last = LastRound(taken.members, taken.weights, taken.excluded)
-                reason = f"the others had counted its sequences up to {state.offered}, of which it had not heard"
-                return self._leave_out(last, reason)
-            else:
-                self._taken = tip, taken
-                return None
-        return None
 
     # -- what happens next ---------------------------------------------------------------------------------------------
 
@@ -296,19 +274,8 @@ class Round:
         last = LastRound(attempt.members, proposal.weights, excluded)
         return self._ending.swap("committed", last, cosine=self._contribution.cosine)
 
-    async def _take_over(self, tip: Tip) -> StateHeader | str:
-        """Stage the state at ``tip``; or in words why it did not come."""
-        (known, header), self._taken = self._taken, (None, None)
-        if header and known == tip:
-            return header
-        with self._ending.timed("recovering"):
-            taken = await take_over(self._around, self._state, tip, self._ending.traffic, self._deadline)
-        if isinstance(taken, str):
-            return f"at height {self._state.height}, the others at {tip.height}, and no state came: {taken}"
-        return taken
-
     async def _catch_up(self, tip: Tip) -> RoundOutcome | None:
-        taken = await self._take_over(tip)
+        taken = await self._overtaken.take_over(tip)
         if isinstance(taken, str):
             self._trouble = taken
             if time.monotonic() >= self._deadline:
@@ -316,48 +283,10 @@ class Round:
             await asyncio.sleep(_PAUSE_SECONDS)
             self.notice()
             return None
-        last = LastRound(taken.members, taken.weights, taken.excluded)
-        if self._was_counted(taken):
-            return self._ending.swap("committed", last)
-        rules, reason = self._why_left_out(tip, last)
-        if not rules and self._may_go_on(taken):
-            # What it offers is the same to the anchor that it took over: it moves there with this island's work on top. If
-            # this process dies now, the trainer can only take the anchor.
-            self._ending.left_out = self._ending.swap("left_out", last, reason=reason, rejected=True)
+        outcome = self._overtaken.end(tip, taken, self._trouble)
+        if outcome is None:
             self._go_on()
-            return None
-        rejected = bool(rules) or self._standing.damaged or self._ending.left_out is not None
-        return self._leave_out(last, reason, rejected)
-
-    def _leave_out(self, last: LastRound, reason: str, rejected: bool = False) -> RoundOutcome:
-        outcome = self._ending.swap("left_out", last, reason=reason, rejected=rejected)
-        self.passes = self._standing.others_wait(outcome.height + 1, bytes.fromhex(self._state.lineage))
         return outcome
-
-    def _was_counted(self, taken: StateHeader) -> bool:
-        """Whether the state taken over holds this island's contribution: it voted, and did not hear what came of it."""
-        counted = offers.ledger_of(taken).positions[self._around.membership.slot]
-        return not self._standing.damaged and counted == self._contribution.work.position
-
-    def _why_left_out(self, tip: Tip, last: LastRound) -> tuple[list[str], str]:
-        """The rules by which, if any, and the reason in words."""
-        standing, slot = self._standing, self._around.membership.slot
-        rules = [each.rule for each in last.excluded if each.slot == slot]
-        rules += [standing.convicted[slot].rule] if slot in standing.convicted else []
-        why = self._trouble or standing.why_not()
-        if standing.damaged:
-            why = DAMAGED
-        elif rules:
-            why = f"by the rule {rules[0]!r}"
-        return rules, f"the others committed height {tip.height} without this island" + (f": {why}" if why else "")
-
-    def _may_go_on(self, taken: StateHeader) -> bool:
-        """Whether others wait in the round after the one that was taken over, and this island's work may count there."""
-        standing, staged = self._standing, self._state.staged
-        counted = offers.ledger_of(taken).positions[self._around.membership.slot]
-        fits = self._around.carry and standing.may_count() and self._contribution.work.start >= counted
-        fits = fits and self._state.codec_of(staged.ledger) == self._codec  # or the others could not read what is encoded
-        return fits and standing.others_wait(staged.height + 1, bytes.fromhex(staged.lineage))
 
     def _go_on(self) -> None:
         self._contribution.work = replace(self._contribution.work, step=self._around.step(self._state.ledger))
