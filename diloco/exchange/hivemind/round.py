@@ -294,7 +294,8 @@ class Round:
         standing.tell_excluded([each for each in proposal.excluded if each.claim.slot not in standing.convicted])
         excluded = tuple(LeftOut(slot=each.claim.slot, rule=each.rule) for each in proposal.excluded)
         last = LastRound(attempt.members, proposal.weights, excluded)
-        return self._ending.swap("committed", last, cosine=self._contribution.cosine)
+        rolled_over = self._ending.left_out is not None  # the anchor moved by more than the round that was launched for
+        return self._ending.swap("committed", last, cosine=self._contribution.cosine, rejected=rolled_over)
 
     async def _take_over(self, tip: Tip) -> StateHeader | str:
         """Stage the state at ``tip``; or in words why it did not come."""
@@ -318,7 +319,7 @@ class Round:
             return None
         last = LastRound(taken.members, taken.weights, taken.excluded)
         if self._was_counted(taken):
-            return self._ending.swap("committed", last)
+            return self._ending.swap("committed", last, rejected=tip.height > self._state.height + 1)
         rules, reason = self._why_left_out(tip, last)
         if not rules and self._may_go_on(taken):
             # What it offers is the same to the anchor that it took over: it moves there with this island's work on top. If
