@@ -278,7 +278,8 @@ def test_parameters_that_lack_what_the_anchor_has_are_replaced_by_it(
     ranks: RankPool, outer: dict[str, Any], step: int
 ) -> None:
     overrides = dict(outer=outer | dict(sync_every=4), train=dict(steps=9))
-    result = ranks.run(scripted_training, 1, [said("committed", rejected=True), said("committed")], overrides)[0]
+    outcomes = [said("committed", rejected=True), said("committed"), said("committed")]
+    result = ranks.run(scripted_training, 1, outcomes, overrides)[0]
     assert all(torch.equal(landed(result, step)[name], start - 0.25) for name, start in result["start"].items())
     assert result["offers"][0].position == 32 and result["offers"][1].start == 8 * step  # what was done since is given up
 
