@@ -10,6 +10,7 @@ from typing import NamedTuple, Sequence
 
 _LONGER = 1.5  # periods grow by this factor
 _MARGIN = 0.25  # of the waiting that the target allows; a step back to more bytes needs so much less
+_LEAST, _MOST = 1e-9, 1e9  # seconds: what a member says outside of this is none that its clock has shown
 
 
 class Pace(NamedTuple):
@@ -63,6 +64,7 @@ class Adaptation:
         """
         if not paces or any(pace.step_seconds <= 0 or pace.round_seconds <= 0 for pace in paces):
             return rung
+        paces = [Pace(*(min(max(seconds, _LEAST), _MOST) for seconds in pace)) for pace in paces]
         good = (index for index in range(self.rungs) if self._utilization(rung, index, paces) >= self.target)
         wanted = next(good, self.rungs - 1)
         if wanted >= rung:

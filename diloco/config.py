@@ -15,6 +15,7 @@ from islands.config_file import Plugin, PluginSection, Section
 _ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/(tcp|udp)/\d{1,5}(/[^/\s]+)*/p2p/[1-9A-HJ-NP-Za-km-z]+")
 
 _SECONDS = re.compile(r"\d+(\.\d+)?s", re.ASCII)
+_FEW_BITS = 4  # for each parameter: below that, what encoding loses is most of it
 #: Most ``swarm.data_connections``; what an island may tell the others.
 MAX_DATA_CONNECTIONS = 16
 
@@ -55,9 +56,11 @@ class OuterSection(Section):
     )
     optimizer: Annotated[OuterOptimizerSection, Plugin("diloco.outer_optimizers", "sgd")]
     codec: Annotated[CodecSection, Plugin("diloco.codecs", "none")]
-    error_feedback: bool = Field(False, description="add what encoding loses to the next contribution")
-    residual_decay: float = Field(
-        1.0, gt=0, le=1, description="share of what was lost that is kept from round to round; 0.95 is usual below 4 bits"
+    error_feedback: bool | None = Field(
+        None, description="add what encoding loses to the next contribution; by default with codecs of fewer than 4 bits"
+    )
+    residual_decay: float | None = Field(
+        None, gt=0, le=1, description="share of what was lost that is kept from round to round; by default 0.95 below 4 bits, else 1"
     )
     fragments: int = Field(1, ge=1, le=256, description="parts of the model that take turns in rounds, each once in sync_every")
     fragment_pattern: Literal["strided", "contiguous"] = Field(
@@ -87,6 +90,14 @@ class OuterSection(Section):
         if isinstance(value, str) and _SECONDS.fullmatch(value) and float(value[:-1]) > 0:
             return value
         raise ValueError(f"{value!r} is neither inner steps, a whole number from 1 such as 30, nor seconds such as 90s or 1.5s")
+
+    @model_validator(mode="after")
+    def _few_bits_need_error_feedback(self) -> "OuterSection":
+        few = plugins.build("diloco.codecs", self.codec).bits < _FEW_BITS
+        for key, default in dict(error_feedback=few, residual_decay=0.95 if few else 1.0).items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, default)  # values never change, and until now there was none
+        return self
 
     @model_validator(mode="after")
     def _rounds_land(self) -> "OuterSection":

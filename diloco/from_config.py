@@ -5,7 +5,7 @@ from typing import Sequence
 from diloco.adaptation import Adaptation
 from diloco.codecs import build_wire
 from diloco.config import RunConfig
-from diloco.outer_lr import outer_lr
+from diloco.outer_lr import OuterLr
 from diloco.outer_state import Layout
 from diloco.reduction import Wire
 from diloco.schedule import Schedule, StepSchedule, TimedSchedule
@@ -15,11 +15,23 @@ from islands.initialize import parameter_dtype
 
 def make_schedule(config: RunConfig, num_fragments: int) -> Schedule:
     """When the rounds of a run begin, and when the run ends."""
-    train, seconds = config.train, config.outer.sync_seconds
+    steps, seconds = config.train.steps, config.outer.sync_seconds
     if seconds is None:
-        return StepSchedule(train.steps, int(config.outer.sync_every), num_fragments)
-    total = train.steps * train.global_batch_size * config.data.seq_len * config.swarm.islands
-    return TimedSchedule(train.steps, seconds, total, num_fragments)
+        return StepSchedule(steps, int(config.outer.sync_every), num_fragments)
+    return TimedSchedule(steps, seconds, total_tokens(config), num_fragments)
+
+
+def total_tokens(config: RunConfig) -> int:
+    """Of all islands that a run begins with, by which it ends where rounds go by the clock."""
+    return config.train.steps * config.train.global_batch_size * config.data.seq_len * config.swarm.islands
+
+
+def make_outer_lr(config: RunConfig) -> OuterLr:
+    """The outer learning rate follows inner steps, or tokens where rounds go by the clock, as the inner one does."""
+    section, by_steps = config.outer.optimizer, config.outer.sync_seconds is None
+    total = config.train.steps if by_steps else total_tokens(config)
+    counts = "steps" if by_steps else "tokens"
+    return OuterLr(section.lr, section.warmup_rounds, section.decay, section.min_lr_ratio, total, counts)
 
 
 def make_layout(config: RunConfig, sizes: Sequence[int]) -> Layout:
@@ -32,7 +44,7 @@ def make_layout(config: RunConfig, sizes: Sequence[int]) -> Layout:
         config.swarm.max_slots,
         outer.error_feedback,
         keeps_mean=outer.overlap == "eager",
-        outer_lr=outer_lr(config),
+        outer_lr=make_outer_lr(config),
         adaptation=make_adaptation(config),
     )
 

@@ -2,13 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from diloco.pseudo_gradient import agreeable
-
-if TYPE_CHECKING:  # else the algorithm, which uses this, would load the configuration
-    from diloco.config import RunConfig
-
 
 @dataclass(frozen=True)
 class OuterLr:
@@ -43,13 +39,3 @@ class OuterLr:
         elif self.decay == "cosine":
             rate *= self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
         return agreeable(rate)
-
-
-def outer_lr(config: "RunConfig") -> OuterLr:
-    """That of a run: it follows inner steps, or tokens where rounds come by the clock, as the inner learning rate does."""
-    section, train = config.outer.optimizer, config.train
-    schedule = section.lr, section.warmup_rounds, section.decay, section.min_lr_ratio
-    if config.outer.sync_seconds is None:
-        return OuterLr(*schedule, train.steps, "steps")
-    total = train.steps * train.global_batch_size * config.data.seq_len * config.swarm.islands
-    return OuterLr(*schedule, total, "tokens")

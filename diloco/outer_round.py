@@ -182,7 +182,10 @@ class OuterRound:
                 self._take_anchor(index, progress)
         elif fate.kind == "counted":
             self._log.work[flight.fragment].counted(flight.work)
-            self._merge(flight, outcome, last)
+            if outcome.rejected:
+                self._take_anchor(flight.fragment, progress)
+            else:
+                self._merge(flight, outcome, last)
         elif fate.kind == "dropped":
             self._take_anchor(flight.fragment, progress)
         elif outcome.kind == "left_out":  # the others moved on: move as far, and keep what this island added to it

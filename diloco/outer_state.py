@@ -17,9 +17,8 @@ from diloco.ledger import Counted, Ledger
 from diloco.outer_lr import OuterLr
 from diloco.outer_optimizers.base import OuterOptimizer
 from diloco.pseudo_gradient import BLOCK
-from diloco.shared_memory import SharedMemory
+from diloco.shared_memory import Arena, SharedMemory
 
-_ALIGN = 64
 _HASH_BYTES = 32
 #: What ``OuterState.called`` says of a fragment: nobody waits; others wait in its next round; they went on without this
 #: island, or have waited as long as they would for one that is gone.
@@ -66,7 +65,7 @@ class FragmentState:
         mean: what the last step was made with; None unless :attr:`Layout.keeps_mean`.
     """
 
-    def __init__(self, index: int, numel: int, layout: Layout, memory: "_Arena") -> None:
+    def __init__(self, index: int, numel: int, layout: Layout, memory: Arena) -> None:
         optimizer, dtype, max_slots = layout.optimizer, layout.dtype, layout.max_slots
         self.index, self.numel, self.dtype, self._optimizer = index, numel, dtype, optimizer
         self._outer_lr, self._adaptation = layout.outer_lr or OuterLr(optimizer.lr), layout.adaptation
@@ -298,13 +297,13 @@ class OuterState:
     def __init__(self, layout: Layout, memory: SharedMemory | None = None) -> None:
         self.layout = layout
         if memory is None:
-            measure = _Arena(None)
+            measure = Arena(None)
             self._lay_out(measure)
             memory = SharedMemory(measure.used)
         self._memory = memory
-        self._lay_out(_Arena(memory))
+        self._lay_out(Arena(memory))
 
-    def _lay_out(self, arena: "_Arena") -> None:
+    def _lay_out(self, arena: Arena) -> None:
         sizes = self.layout.sizes
         self.called = arena.take(len(sizes), torch.uint8)
         self.step, self.tokens_per_second = arena.take(1, torch.int64), arena.take(1, torch.float64)
@@ -313,20 +312,6 @@ class OuterState:
 
     def __reduce__(self) -> tuple:
         return OuterState, (self.layout, self._memory)
-
-
-class _Arena:
-    """Hands out aligned tensors from a block of memory, or only measures when there is none yet."""
-
-    def __init__(self, memory: SharedMemory | None) -> None:
-        self.used, self._memory = 0, memory
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The next ``numel`` elements."""
-        start, self.used = self.used, self.used + -(-numel * dtype.itemsize // _ALIGN) * _ALIGN
-        if self._memory is None:
-            return torch.empty(0, dtype=dtype)
-        return self._memory.bytes[start : start + numel * dtype.itemsize].view(dtype)
 
 
 def _to_tensor(raw: bytes) -> Tensor:

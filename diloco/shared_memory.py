@@ -6,6 +6,9 @@ import tempfile
 from multiprocessing.reduction import DupFd
 
 import torch
+from torch import Tensor
+
+_ALIGN = 64  # bytes
 
 
 class SharedMemory:
@@ -30,6 +33,20 @@ class SharedMemory:
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)  # the mapping keeps the memory alive for tensors that still view it
+
+
+class Arena:
+    """Hands out aligned tensors from a block of memory, or only measures when there is none yet."""
+
+    def __init__(self, memory: SharedMemory | None) -> None:
+        self.used, self._memory = 0, memory
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next ``numel`` elements."""
+        start, self.used = self.used, self.used + -(-numel * dtype.itemsize // _ALIGN) * _ALIGN
+        if self._memory is None:
+            return torch.empty(0, dtype=dtype)
+        return self._memory.bytes[start : start + numel * dtype.itemsize].view(dtype)
 
 
 def _attach(num_bytes: int, descriptor: DupFd) -> SharedMemory:

@@ -35,5 +35,5 @@ def two_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
         above = row_sums(torch.mul(shares, is_large, out=scratch))
         small = ((total - above) / (width - count)).clamp_(min=0)
         large = torch.where(count > 0, above / count, small)
-        threshold = (small + large) * 0.5
+        threshold = torch.maximum((small + large) * 0.5, least)  # rounding could take the mean of equals below all of them
     return torch.minimum(torch.cat([small, large], dim=1), greatest) / share, is_large

@@ -61,8 +61,9 @@ class RoundOutcome:
         digest: SHA-256 (hex) of the agreed anchor and outer-optimizer state after the round.
         pseudo_gradient_norm: L2 norm of this island's own contribution.
         cosine: between this island's contribution and the mean.
-        rejected: left out for what it contributed, or because its own state was damaged: its parameters are not to be
-            built upon.
+        rejected: this island's parameters are not to be built upon, but to be replaced by the anchor: it was left out for what
+            it contributed, or because its own state was damaged; or, where its contribution counted, the anchor has moved
+            by more than that one round, and the parameters lack the rest.
         position: sequences of this island's slot that committed rounds have counted, as the agreed state says.
         step: the inner step that the swarm had reached.
         tokens: what all committed rounds have counted.

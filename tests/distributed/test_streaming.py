@@ -273,6 +273,17 @@ def test_a_skipped_round_leaves_all_to_the_next(ranks: RankPool) -> None:
             assert torch.equal(landed(result, 6)[name], result["locals"][5][name])
 
 
+@pytest.mark.parametrize(("outer", "step"), [(dict(overlap=2, merge_alpha=0.5), 6), (dict(overlap="eager"), 8)], ids=["tau", "eager"])
+def test_parameters_that_lack_what_the_anchor_has_are_replaced_by_it(
+    ranks: RankPool, outer: dict[str, Any], step: int
+) -> None:
+    overrides = dict(outer=outer | dict(sync_every=4), train=dict(steps=9))
+    outcomes = [said("committed", rejected=True), said("committed"), said("committed")]
+    result = ranks.run(scripted_training, 1, outcomes, overrides)[0]
+    assert all(torch.equal(landed(result, step)[name], start - 0.25) for name, start in result["start"].items())
+    assert result["offers"][0].position == 32 and result["offers"][1].start == 8 * step  # what was done since is given up
+
+
 @pytest.mark.parametrize("kind", ["skipped", "left_out"])
 def test_an_eager_island_offers_again_what_did_not_count(ranks: RankPool, kind: str) -> None:
     overrides = dict(outer=dict(sync_every=2, overlap="eager"), train=dict(steps=6))

@@ -57,6 +57,16 @@ def test_it_does_not_swing_where_nothing_changes() -> None:
         assert len(set(seen[8:])) == 1
 
 
+@pytest.mark.parametrize("step", [5e-324, 1e-300, 1.0, 1e308])
+@pytest.mark.parametrize("seconds", [5e-324, 1.0, 1e308])
+@pytest.mark.parametrize("free", [0.0, 1e308])
+def test_a_member_may_say_any_number(step: float, seconds: float, free: float) -> None:
+    """It comes from the network, and all members reckon with it: one that raises an error ends their exchange processes."""
+    several = Adaptation(target=0.9, shortest=1, longest=500, bits=(32.0, 0.3), fragments=4)
+    for rung in range(several.rungs):
+        assert 0 <= several.after(rung, [Pace(step, seconds, free), Pace(1.0, 1e-6)]) < several.rungs
+
+
 @pytest.mark.parametrize("unknown", [Pace(), Pace(1.0, 0.0), Pace(0.0, 1.0)])
 def test_it_waits_until_all_have_measured(unknown: Pace) -> None:
     assert LADDER.after(3, [*paces(1e6), unknown]) == 3

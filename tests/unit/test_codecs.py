@@ -140,6 +140,16 @@ def test_what_is_not_finite_is_refused(codec: Codec, dtype: torch.dtype, poison:
         codec.encode(values)
 
 
+@pytest.mark.parametrize("k", range(32, 129, 8))
+def test_magnitudes_that_are_equal_are_kept(k: int) -> None:
+    module = plugins.load("diloco.codecs", "topk")
+    codec = module.build(module.Config(k=k))
+    for magnitude in torch.rand(50, generator=torch.Generator().manual_seed(k)).tolist():
+        values = torch.full((4096,), magnitude)
+        decoded = codec.decode(codec.encode(values), 4096, torch.float32)
+        assert torch.allclose(decoded[:k], values[:k], rtol=1 / 32) and not decoded[k:].any()
+
+
 def test_zeros_stay_zeros_and_signs_stay(codec: Codec) -> None:
     assert not codec.decode(codec.encode(torch.zeros(5000)), 5000, torch.float32).any()
     values = normal(5000).float()

@@ -391,3 +391,33 @@ def test_text_too_short_for_a_sequence_and_a_vocabulary_too_small(tmp_path: Path
         load_corpus(small_config(data=dict(**text, seq_len=2), model=dict(vocab_size=100), train=dict(eval_sequences=1)))
     with pytest.raises(ConfigError, match="train.eval_sequences: 4 sequences .* more than the 2 in the held-out text"):
         load_corpus(small_config(data=dict(**text, seq_len=2)))
+
+
+@pytest.mark.parametrize(
+    ("outer", "feedback", "decay"),
+    [
+        (dict(), False, 1.0),
+        (dict(codec=dict(type="int4")), False, 1.0),
+        (dict(codec=dict(type="topk")), True, 0.95),
+        (dict(codec=dict(type="statistical2"), residual_decay=1.0), True, 1.0),
+        (dict(codec=dict(type="topk"), error_feedback=False), False, 0.95),
+    ],
+)
+def test_codecs_of_few_bits_have_error_feedback_unless_told_otherwise(outer: dict, feedback: bool, decay: float) -> None:
+    section = small_config(outer=outer).outer
+    assert (section.error_feedback, section.residual_decay) == (feedback, decay)
+
+
+@pytest.mark.parametrize(
+    ("outer", "told"),
+    [
+        (dict(overlap=-1), "outer.overlap=-1 should be inner steps"),
+        (dict(overlap=31), "outer.overlap=31 is longer than outer.sync_every=30"),
+        (dict(overlap="eager", merge_alpha=0.5), "outer.merge_alpha=0.5 has no meaning with outer.overlap=eager"),
+        (dict(fragments=3, sync_every=2), "outer.fragments=3 can't take turns in outer.sync_every=2"),
+        (dict(late="skip"), "wait"),
+    ],
+)
+def test_rounds_that_could_not_land_are_refused(outer: dict, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        small_config(outer=outer)

@@ -12,7 +12,8 @@ from small import small_config
 from torch import Tensor
 
 from diloco.ledger import Counted
-from diloco.outer_lr import OuterLr, outer_lr
+from diloco.from_config import make_outer_lr
+from diloco.outer_lr import OuterLr
 from diloco.outer_optimizers.adam import power
 from diloco.outer_optimizers.base import OuterOptimizer
 from diloco.outer_state import FragmentState, Layout, OuterState
@@ -192,10 +193,10 @@ def test_it_has_nine_digits() -> None:
 def test_it_follows_steps_or_where_rounds_come_by_the_clock_tokens() -> None:
     keys = dict(type="sgd", lr=0.5, warmup_rounds=2, decay="linear", min_lr_ratio=0.2)
     train = dict(steps=30, global_batch_size=4)
-    by_steps = outer_lr(small_config(outer=dict(optimizer=keys), train=train))
+    by_steps = make_outer_lr(small_config(outer=dict(optimizer=keys), train=train))
     assert by_steps == OuterLr(0.5, 2, "linear", 0.2, 30, "steps")
     config = small_config(outer=dict(optimizer=keys, sync_every="5s"), train=train, swarm=dict(islands=3))
-    assert outer_lr(config) == OuterLr(0.5, 2, "linear", 0.2, 30 * 4 * config.data.seq_len * 3, "tokens")
+    assert make_outer_lr(config) == OuterLr(0.5, 2, "linear", 0.2, 30 * 4 * config.data.seq_len * 3, "tokens")
     assert pickle.loads(pickle.dumps(by_steps)) == by_steps
 
 

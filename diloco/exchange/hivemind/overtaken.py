@@ -34,6 +34,7 @@ class Overtaken:
     ) -> None:
         self._around, self._state, self._contribution = around, state, contribution
         self._standing, self._ending, self._deadline = standing, ending, deadline
+        self._codec = state.codec
         self._taken: tuple[Tip, StateHeader] | tuple[None, None] = None, None  # staged, and not used yet
         self.passes = False
 
@@ -81,7 +82,7 @@ class Overtaken:
         """
         last = _last_round(taken)
         if self._was_counted(taken):
-            return self._ending.swap("committed", last)
+            return self._ending.swap("committed", last, rejected=tip.height > self._state.height + 1)
         rules, reason = self._why_left_out(tip, last, trouble)
         if not rules and self._may_go_on(taken):
             # What it offers is the same to the anchor that it took over: it moves there with this island's work on top. If
@@ -118,6 +119,7 @@ class Overtaken:
         standing, staged = self._standing, self._state.staged
         counted = offers.ledger_of(taken).positions[self._around.membership.slot]
         fits = self._around.carry and standing.may_count() and self._contribution.work.start >= counted
+        fits = fits and self._state.codec_of(staged.ledger) == self._codec  # or the others could not read what is encoded
         return fits and standing.others_wait(staged.height + 1, bytes.fromhex(staged.lineage))
 
 

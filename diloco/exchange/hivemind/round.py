@@ -37,8 +37,7 @@ class Round:
         self, around: Surroundings, state: FragmentState, work: Work, keep: Callable[[Attempt], None]
     ) -> None:
         self._around, self._state, self._keep = around, state, keep
-        self._codec = state.codec
-        self._wire = around.wire.choose(self._codec)
+        self._wire = around.wire.choose(state.codec)
         self._contribution = Contribution(state, self._wire.contribution, around.residual_decay, work)
         self._standing = Standing(around, state, self._contribution)
         self._ending = Ending(around, state, self._contribution)
@@ -272,7 +271,8 @@ class Round:
         standing.tell_excluded([each for each in proposal.excluded if each.claim.slot not in standing.convicted])
         excluded = tuple(LeftOut(slot=each.claim.slot, rule=each.rule) for each in proposal.excluded)
         last = LastRound(attempt.members, proposal.weights, excluded)
-        return self._ending.swap("committed", last, cosine=self._contribution.cosine)
+        rolled_over = self._ending.left_out is not None  # the anchor moved by more than the round that was launched for
+        return self._ending.swap("committed", last, cosine=self._contribution.cosine, rejected=rolled_over)
 
     async def _catch_up(self, tip: Tip) -> RoundOutcome | None:
         taken = await self._overtaken.take_over(tip)
