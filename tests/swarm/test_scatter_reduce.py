@@ -135,7 +135,7 @@ def plain_mean(wire: Wire, values: list[Tensor], weights: list[float]) -> Tensor
     for piece in pieces(values[0].numel()):
         numel = piece.stop - piece.start
         sent = [wire.contribution.decode(wire.contribution.encode(each[piece]), numel, each.dtype) for each in values]
-        mean = weighted_mean([torch.nan_to_num(each, nan=0.0) if each.isnan().any() else each for each in sent], weights)
+        mean = weighted_mean(sent, weights)
         means.append(mean if sends_whole(wire, len(values)) else through(wire.mean, mean))
     return torch.cat(means)
 
