@@ -195,6 +195,22 @@ class TestTrainersEnd:
         assert client.outcome(1).seat.slot == 2
         assert client.outcome(0).kind == "skipped"
 
+    def test_work_of_a_slot_that_is_lost_never_counts_in_another(self, client: HivemindExchange) -> None:
+        """Its parameters were still being gathered when the trainer was told of the new seat with another fragment's round."""
+        of_the_old = replace(WORK, lease=(0, 0))
+        client.launch(1, of_the_old)
+        assert 1 not in client._outcomes, "it went to the exchange process"
+        client._receive(ipc.Ended(replace(self.outcome(client, "committed"), fragment=1)))
+        assert client.outcome(1).kind == "committed"
+        client._receive(ipc.SeatLost("gone"))
+        client._receive(joined(2))
+        client.launch(0, of_the_old)
+        assert client.outcome(0).seat.slot == 2
+        client.launch(1, of_the_old)
+        assert client.outcome(1).seat.slot == 2
+        client.launch(1, replace(WORK, lease=(2, 0)))
+        assert 1 not in client._outcomes, "it went to the exchange process"
+
     def test_nobody_calls_before_the_outcome_is_taken(self, client: HivemindExchange) -> None:
         """It may be taken many steps after the round has ended, and until then nothing can be launched."""
         client.launch(0, WORK)
