@@ -22,14 +22,14 @@ from diloco.codecs.none import NoCodec
 from diloco.config import RunConfig
 from diloco.contributions import Measured, understated
 from diloco.exchange.base import RoundOutcome, Seat, Work
-from diloco.exchange.hivemind import ipc, voting
+from diloco.exchange.hivemind import catch_up, ipc, voting
 from diloco.exchange.hivemind.address_book import AddressBook
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.client import HivemindExchange
 from diloco.exchange.hivemind.donations import Donations
 from diloco.exchange.hivemind.door import Door, come_in
 from diloco.exchange.hivemind.membership import Membership
-from diloco.exchange.hivemind.messages import Elsewhere, Hello, NotAMember, Settled, StateHeader, StateRequest, Tip, Vote
+from diloco.exchange.hivemind.messages import BadMessage, Elsewhere, Hello, NotAMember, Settled, StateHeader, StateRequest, Tip, Vote
 from diloco.exchange.hivemind.roster import Roster
 from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.rounds import Rounds
@@ -312,6 +312,21 @@ def test_a_state_that_was_taken_over_is_not_committed_once_it_is_written_over() 
             assert isinstance(await current._take_over(tip), str) == written_over
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("rung", [-1, 1, 1 << 40])
+def test_a_state_whose_ledger_stands_on_no_rung_is_refused(rung: int) -> None:
+    """Its digest may be right, and then every round after it would end the exchange process with an error."""
+    donor, state = a_state().fragments[0], a_state().fragments[0]
+    donor.stage(torch.ones(4))
+    ledger = replace(donor.staged.ledger, rung=rung)
+    digest = donor.seal_received(1, "ab" * 32, ledger)
+    tip = Tip(fragment=0, height=1, lineage=bytes.fromhex("ab" * 32), digest=bytes.fromhex(digest), tokens=ledger.tokens)
+    for mine, its in zip(state.staged_tensors(), donor.staged_tensors(), strict=True):
+        mine.copy_(its)
+    header = StateHeader(num_bytes=0, ledger=ledger.to_bytes(), members=(), weights=(), excluded=())
+    with pytest.raises(BadMessage, match=f"rung {rung}"):
+        catch_up._seal(state, tip, header)
 
 
 def test_an_island_that_went_on_from_a_round_takes_the_anchor_however_the_next_one_counts_it() -> None:
