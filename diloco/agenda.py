@@ -27,7 +27,7 @@ class Agenda:
 
     def next(self, progress: Progress, log: Logbook) -> Boundary:
         """What to do now; asked again until nothing lands and nothing is launched. Waits for outcomes that are due."""
-        due = {index for index in self._due(progress) if log.launched_at[index] < log.inner_step} - log.finished
+        due = {index for index in self._due(progress, log) if log.launched_at[index] < log.inner_step} - log.finished
         landing = [flight for flight in log.flights.values() if self._lands(flight, flight.fragment in due, progress, log)]
         if landing:
             return Boundary(landing=tuple(self._outcome(flight) for flight in landing))
@@ -44,12 +44,15 @@ class Agenda:
         if self._timer:
             self._timer.landed(flight.fragment, flight.launched + flight.stall_seconds)
 
-    def _due(self, progress: Progress) -> set[int]:
-        """Fragments whose round begins now: by schedule, or because the others are waiting."""
+    def _due(self, progress: Progress, log: Logbook) -> set[int]:
+        """Fragments whose round begins now: by schedule, or because the others are waiting.
+
+        Not for one in flight, of which the exchange may know nothing yet: its parameters are on their way to it.
+        """
         everything = range(self._schedule.num_fragments)
         if self._timer is None:
-            scheduled = self._schedule.launches(progress.step, self._pacing.periods)
-            return {index for index in everything if index in scheduled or self._exchange.is_late(index)} | self._missed
+            late = {index for index in everything if index not in log.flights and self._exchange.is_late(index)}
+            return {*self._schedule.launches(progress.step, self._pacing.periods), *late, *self._missed}
         if self._ends(progress):
             return {index for index in everything if self._exchange.called(index)}
         return set(self._timer.due(time.monotonic(), self._exchange.called))
@@ -64,7 +67,9 @@ class Agenda:
         return True
 
     def _arrived(self, flight: Flight) -> bool:
-        return bool(flight.outcome) or flight.gathered.done() and self._exchange.arrived(flight.fragment)
+        if flight.outcome or not flight.gathered.done():
+            return bool(flight.outcome)
+        return bool(flight.gathered.exception()) or self._exchange.arrived(flight.fragment)  # an error, which to land raises
 
     def _outcome(self, flight: Flight) -> RoundOutcome:
         flight.gathered.result()

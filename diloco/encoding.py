@@ -54,7 +54,10 @@ def encode_contribution(state: FragmentState, codec: Codec, position: int, decay
         values = state.local[piece]
         if state.residual is not None:
             values.add_(state.residual[piece] * decay)
-        chunks.append(codec.encode(values))
+        try:
+            chunks.append(codec.encode(values))
+        except ValueError:  # what it moved is a number, and what was lost is, and their sum is not
+            return Encoded(math.inf)
         decoded = codec.decode(chunks[-1], values.numel(), values.dtype)
         if state.residual is not None:
             torch.sub(values, decoded, out=state.next_residual[piece])

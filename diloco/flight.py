@@ -23,6 +23,7 @@ class Flight:
         gathered: done when the parameters are with rank 0, and there offered to the exchange.
         outcome: once it is known here.
         incoming: the state that it lands with, on its way to this rank, and which one that is.
+        void: the island has another slot since, and all its anchors: the outcome changes nothing any more.
         stall_seconds: for which training stood still because of it.
         gather_seconds, scatter_seconds: of moving it, most of that beside the training.
     """
@@ -36,6 +37,7 @@ class Flight:
     launched: float = field(default_factory=time.monotonic)
     outcome: RoundOutcome | None = None
     incoming: tuple[What, Incoming] | None = None
+    void: bool = False
     stall_seconds: float = 0.0
     gather_seconds: float = 0.0
     scatter_seconds: float = 0.0

@@ -65,6 +65,7 @@ class OuterRound:
         self._by_steps = isinstance(schedule, StepSchedule)
         self._wait_seconds = round_seconds + _GRACE_SECONDS
         self._resumed = 0.0  # when the inner step that comes next could begin
+        self._lease = (0, 0)
         self._log = Logbook.begin(schedule.num_fragments, position=0)
         self._swarm_tokens = [0] * schedule.num_fragments
         self._shares = [0.0] * schedule.num_fragments  # of this island in the mean that an eager start goes by; 0: there is none
@@ -87,7 +88,7 @@ class OuterRound:
             self._mover.gather(index, _OWNER, state and state.anchor).result()
             if state:
                 state.initialize()
-        progress = Progress(slot=seat.slot, position=seat.position)
+        progress, self._lease = Progress(slot=seat.slot, position=seat.position), seat.lease
         self._swarm_tokens = [seat.tokens] * count
         self._log = Logbook.begin(count, seat.position)
         _stand(progress, self._schedule.joined(seat.step, seat.tokens))
@@ -141,7 +142,7 @@ class OuterRound:
 
     def _launch(self, fragment: int, progress: Progress) -> None:
         pace = self._pacing.take(fragment) if self._pacing else Pace()
-        work = self._log.work[fragment].offer(progress.position, progress.step, pace)
+        work = self._log.work[fragment].offer(progress.position, progress.step, pace, self._lease)
         numel = self._mover.numel(fragment)
         flight = Flight(fragment, numel, work, self._log.inner_step, progress.slot)
         self._log.flights[fragment], self._log.launched_at[fragment] = flight, self._log.inner_step
@@ -174,12 +175,16 @@ class OuterRound:
     def _land(self, outcome: RoundOutcome, progress: Progress) -> None:
         """Let progress and parameters follow an outcome."""
         began, flight, taken = time.monotonic(), self._log.flights.pop(outcome.fragment), progress.position
+        if flight.void:
+            if self._agenda:
+                self._agenda.landed(flight)
+            write_round(self._metrics, flight, outcome, progress.step, self._schedule.num_fragments)
+            return
         self._follow(outcome, flight, progress)
         last = self._ends(progress) and self._no_other_follows(flight)
         fate = fate_of(flight.work, outcome, self._section.left_out, last)
         if outcome.seat:
-            for index in range(self._schedule.num_fragments):
-                self._take_anchor(index, progress)
+            self._begin_again(outcome.seat, progress)
         elif fate.kind == "counted":
             self._log.work[flight.fragment].counted(flight.work)
             if outcome.rejected:
@@ -246,6 +251,14 @@ class OuterRound:
         self._log.work[fragment].forget(progress.position)
         self._restart_eagerly(fragment, EagerStart.restart)
 
+    def _begin_again(self, seat: Seat, progress: Progress) -> None:
+        """In another slot, where nothing that is in flight can count."""
+        self._lease = seat.lease
+        for flight in self._log.flights.values():
+            flight.void = True
+        for index in range(self._schedule.num_fragments):
+            self._take_anchor(index, progress)
+
     def _restart_eagerly(self, fragment: int, how: Callable[[EagerStart], None]) -> None:
         self._shares[fragment] = 0.0
         if self._eager:
@@ -255,6 +268,8 @@ class OuterRound:
         """The outcome is known before its time: what it lands with, probably, moves while training goes on."""
         flight = self._log.flights[outcome.fragment]
         flight.outcome = outcome
+        if flight.void:
+            return
         kind = fate_of(flight.work, outcome, self._section.left_out, last=False).kind
         if kind == "counted" and self._section.overlap != "eager":
             self._bring(flight, "anchor")

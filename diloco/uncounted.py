@@ -13,9 +13,9 @@ class Uncounted:
     def __init__(self, start: int) -> None:
         self.start, self.tokens = start, 0
 
-    def offer(self, position: int, step: int, pace: Pace = Pace()) -> Work:
+    def offer(self, position: int, step: int, pace: Pace = Pace(), lease: tuple[int, int] | None = None) -> Work:
         """All of it, for a round that begins at ``position``."""
-        return Work(self.tokens, self.start, position, step, pace)
+        return Work(self.tokens, self.start, position, step, pace, lease)
 
     def counted(self, work: Work) -> None:
         """A round has counted ``work``; what was done since stays."""

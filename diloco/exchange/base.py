@@ -29,6 +29,11 @@ class Seat:
     tokens: int = 0
     late: bool = False
 
+    @property
+    def lease(self) -> tuple[int, int]:
+        """Slot and epoch."""
+        return self.slot, self.epoch
+
 
 @dataclass(frozen=True)
 class Work:
@@ -38,6 +43,7 @@ class Work:
         tokens: that it trained on meanwhile; more than the sequences hold is possible where work was carried over.
         step: the inner step that it has reached.
         pace: what was measured meanwhile, where period and codec adapt to it.
+        lease: slot and epoch in which it was done: a round never counts it in another. None: not told.
     """
 
     tokens: int
@@ -45,6 +51,7 @@ class Work:
     position: int
     step: int
     pace: Pace = Pace()
+    lease: tuple[int, int] | None = field(default=None, compare=False)  # whose it is, not what it is
 
 
 @dataclass(frozen=True)

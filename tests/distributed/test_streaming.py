@@ -12,7 +12,7 @@ from small import plain_model, small_config, small_corpus
 from torch import Tensor
 
 from diloco.config import RunConfig
-from diloco.exchange.base import RoundOutcome
+from diloco.exchange.base import RoundOutcome, Seat, Work
 from diloco.exchange.in_memory import InMemoryExchange
 from islands import plugins
 from islands.data.base import Sampler, num_samples, windows
@@ -291,3 +291,31 @@ def test_an_eager_island_offers_again_what_did_not_count(ranks: RankPool, kind: 
     result = ranks.run(scripted_training, 1, outcomes, overrides)[0]
     work = [(each.start, each.position) for each in result["offers"]]
     assert work == [(0, 16), (16, 32), (16, 48)]
+
+
+class LosesItsSlot(InMemoryExchange):
+    """What is launched at steps 4 and 6 ends with a new seat, as the island had lost its slot before."""
+
+    def launch(self, fragment: int, work: Work) -> None:
+        super().launch(fragment, work)
+        self.steps = {**getattr(self, "steps", {}), fragment: work.step}
+
+    def outcome(self, fragment: int) -> RoundOutcome:
+        outcome = super().outcome(fragment)
+        if self.steps[fragment] not in (4, 6):
+            return outcome
+        return replace(outcome, kind="left_out", rejected=True, seat=Seat(0, epoch=1, position=80, step=7))
+
+
+def losing_its_slot(process: Process) -> list[dict[str, Any]]:
+    return islands_as_threads(process, 1, sections(fragments=2, overlap=3), exchange=LosesItsSlot)
+
+
+def test_what_was_in_flight_when_a_slot_was_lost_changes_nothing(ranks: RankPool) -> None:
+    """Fragment 0 lands at 7, with the new seat; fragment 1 at 9, when the island has done two steps there."""
+    ((result,),) = ranks.run(losing_its_slot, 1)
+    assert [(row["step"], row["landed"]) for row in rounds(result)][:3] == [(2, 5), (4, 7), (6, 9)]
+    order = Sampler(num_samples(small_corpus().train, 16), seed=0, max_slots=1)
+    assert result["samples"][7:] == [order(80 + BATCH * step + torch.arange(BATCH).numpy(), 0).tolist() for step in range(4)]
+    assert all(row["weight"] > 0 for row in rounds(result))
+    assert [row["start"] for row in rounds(result) if row["step"] > 6] == [80, 80, 88, 104]

@@ -22,19 +22,19 @@ from diloco.codecs.none import NoCodec
 from diloco.config import RunConfig
 from diloco.contributions import Measured, understated
 from diloco.exchange.base import RoundOutcome, Seat, Work
-from diloco.exchange.hivemind import ipc, voting
+from diloco.exchange.hivemind import catch_up, ipc, voting
 from diloco.exchange.hivemind.address_book import AddressBook
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
 from diloco.exchange.hivemind.client import HivemindExchange
 from diloco.exchange.hivemind.donations import Donations
 from diloco.exchange.hivemind.door import Door, come_in
 from diloco.exchange.hivemind.membership import Membership
-from diloco.exchange.hivemind.messages import Elsewhere, Hello, NotAMember, Settled, StateHeader, StateRequest, Tip, Vote
+from diloco.exchange.hivemind.messages import BadMessage, Elsewhere, Hello, NotAMember, Settled, StateHeader, StateRequest, Tip, Vote
 from diloco.exchange.hivemind.roster import Roster
 from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.rounds import Rounds
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings
-from diloco.ledger import Ledger
+from diloco.ledger import Counted, Ledger
 from diloco.outer_state import LATE, Layout, OuterState
 from diloco.reduction import CHUNK, Wire
 from islands import plugins
@@ -195,6 +195,22 @@ class TestTrainersEnd:
         assert client.outcome(1).seat.slot == 2
         assert client.outcome(0).kind == "skipped"
 
+    def test_work_of_a_slot_that_is_lost_never_counts_in_another(self, client: HivemindExchange) -> None:
+        """Its parameters were still being gathered when the trainer was told of the new seat with another fragment's round."""
+        of_the_old = replace(WORK, lease=(0, 0))
+        client.launch(1, of_the_old)
+        assert 1 not in client._outcomes, "it went to the exchange process"
+        client._receive(ipc.Ended(replace(self.outcome(client, "committed"), fragment=1)))
+        assert client.outcome(1).kind == "committed"
+        client._receive(ipc.SeatLost("gone"))
+        client._receive(joined(2))
+        client.launch(0, of_the_old)
+        assert client.outcome(0).seat.slot == 2
+        client.launch(1, of_the_old)
+        assert client.outcome(1).seat.slot == 2
+        client.launch(1, replace(WORK, lease=(2, 0)))
+        assert 1 not in client._outcomes, "it went to the exchange process"
+
     def test_nobody_calls_before_the_outcome_is_taken(self, client: HivemindExchange) -> None:
         """It may be taken many steps after the round has ended, and until then nothing can be launched."""
         client.launch(0, WORK)
@@ -255,19 +271,83 @@ def test_a_claim_beyond_all_bounds_raises_nothing() -> None:
     assert understated([1e200], [Measured(1.0, 1.0)]) is None
 
 
+def a_round(state: OuterState) -> Round:
+    """Of island 1 of two, where nobody answers; called in a loop."""
+    membership = Membership(RoundTests.Network(None), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, print)
+    membership.make_status = lambda sequence, incarnation: None
+    around = Surroundings(
+        "test", membership._network, membership, Wire(NoCodec(), NoCodec()), 40.0, 1, 10.0, True, report=lambda told: None, background=asyncio.ensure_future
+    )  # fmt: skip
+    return Round(around, state.fragments[0], WORK, keep=lambda attempt: None)
+
+
+def a_state() -> OuterState:
+    config = parse_config(RunConfig, settings())
+    state = OuterState(Layout([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer)))
+    state.fragments[0].initialize()
+    return state
+
+
+def taken_over(current: Round, state: OuterState) -> Tip:
+    """What the others agreed on, with this island's work in it, lies beside the agreed state of ``current``."""
+    part = state.fragments[0]
+    part.stage(torch.ones(4), [Counted(1, WORK.tokens, WORK.position, WORK.step, 2.0)])
+    staged = part.staged
+    lineage, digest = bytes.fromhex(staged.lineage), bytes.fromhex(staged.digest)
+    tip = Tip(fragment=0, height=staged.height, lineage=lineage, digest=digest, tokens=staged.ledger.tokens)
+    current._taken = tip, StateHeader(num_bytes=0, ledger=staged.ledger.to_bytes(), members=(), weights=(), excluded=())
+    return tip
+
+
+def test_a_state_that_was_taken_over_is_not_committed_once_it_is_written_over() -> None:
+    """The one that had it is silent for a while, an attempt with the others stages its result there, and fails."""
+
+    async def run() -> None:
+        for written_over in (False, True):
+            state = a_state()
+            current = a_round(state)
+            tip = taken_over(current, state)
+            if written_over:
+                state.fragments[0].stage(torch.full((4,), 2.0))
+            assert isinstance(await current._take_over(tip), str) == written_over
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("rung", [-1, 1, 1 << 40])
+def test_a_state_whose_ledger_stands_on_no_rung_is_refused(rung: int) -> None:
+    """Its digest may be right, and then every round after it would end the exchange process with an error."""
+    donor, state = a_state().fragments[0], a_state().fragments[0]
+    donor.stage(torch.ones(4))
+    ledger = replace(donor.staged.ledger, rung=rung)
+    digest = donor.seal_received(1, "ab" * 32, ledger)
+    tip = Tip(fragment=0, height=1, lineage=bytes.fromhex("ab" * 32), digest=bytes.fromhex(digest), tokens=ledger.tokens)
+    for mine, its in zip(state.staged_tensors(), donor.staged_tensors(), strict=True):
+        mine.copy_(its)
+    header = StateHeader(num_bytes=0, ledger=ledger.to_bytes(), members=(), weights=(), excluded=())
+    with pytest.raises(BadMessage, match=f"rung {rung}"):
+        catch_up._seal(state, tip, header)
+
+
+def test_an_island_that_went_on_from_a_round_takes_the_anchor_however_the_next_one_counts_it() -> None:
+    """Its parameters lack the round in between, though it hears of the commit from another."""
+
+    async def run() -> None:
+        state = a_state()
+        current = a_round(state)
+        tip = taken_over(current, state)
+        current._ending.left_out = RoundOutcome("left_out", 0, 0)
+        outcome = await current._catch_up(tip)
+        assert outcome.kind == "committed" and outcome.rejected
+
+    asyncio.run(run())
+
+
 def test_an_attempt_on_the_old_state_ends_when_another_is_taken_over() -> None:
     """Accepted while the state was on its way: its result would be staged on top of the new state, and disagree with all."""
 
     async def run() -> None:
-        config = parse_config(RunConfig, settings())
-        state = OuterState(Layout([4], plugins.build("diloco.outer_optimizers", config.outer.optimizer)))
-        state.fragments[0].initialize()
-        membership = Membership(RoundTests.Network(None), Roster.first([entry(0), entry(1)]), entry(1).ticket, 10.0, print)
-        membership.make_status = lambda sequence, incarnation: None
-        around = Surroundings(
-            "test", membership._network, membership, Wire(NoCodec(), NoCodec()), 40.0, 1, 10.0, True, report=print, background=asyncio.ensure_future
-        )
-        current = Round(around, state.fragments[0], WORK, keep=lambda attempt: None)
+        current = a_round(a_state())
         current._contribution.prepare()
         current.offering = True
         claims = (claim(0), current._standing.claim())

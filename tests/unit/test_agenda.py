@@ -1,6 +1,7 @@
 """Which rounds land and are launched between two inner steps, where others are slow, or wait."""
 
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -149,6 +150,29 @@ def test_an_island_that_is_late_launches_at_once() -> None:
     island.step()
     island.others.late.clear()
     assert island.events() == {4: [("launch", 0)]}
+
+
+def test_it_is_not_late_for_a_round_that_is_on_its_way_to_the_exchange() -> None:
+    """Else a round that nobody else begins would follow at once."""
+    island = Island(sync_every=10, overlap=2)
+    island.step(3)
+    island.others.late.add(0)
+    island.step(2)
+    island.others.late.clear()
+    island.others.arrivals.add(0)
+    island.step(3)
+    assert island.events() == {4: [("launch", 0)], 6: [("land", 0)]}
+
+
+@pytest.mark.parametrize("late", ["wait", "land_late"])
+@pytest.mark.parametrize("early", [False, True])
+def test_parameters_that_can_not_be_gathered_are_an_error_at_once(late: str, early: bool) -> None:
+    island = Island(early=early, sync_every=4, overlap=1, late=late)
+    island.step(4)
+    island.log.flights[0].gathered = Future()
+    island.log.flights[0].gathered.set_exception(RuntimeError("no such rank"))
+    with pytest.raises(RuntimeError, match="no such rank"):
+        island.step()
 
 
 @pytest.mark.parametrize("early", [False, True])

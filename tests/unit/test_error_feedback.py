@@ -54,6 +54,16 @@ def commit(state: FragmentState, mean: Tensor, position: int | None) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=NAMES)
+def test_a_sum_that_is_not_finite_is_not_sent(codec: CodecSection) -> None:
+    """Both parts are numbers, and fp32 has none for what they add up to: no error, which would end the exchange process."""
+    wire, state = build_wire(codec), make_state()
+    state.residual.fill_(3e38)
+    state.local.fill_(-3e38)
+    encoded = encode_contribution(state, wire.contribution, 8)
+    assert not encoded.finite and encoded.norm == float("inf")
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=NAMES)
 def test_what_was_sent_sums_up_to_what_was_moved(codec: CodecSection) -> None:
     wire, state, moved, sent = build_wire(codec), make_state(), torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
     for number in range(1, 7):

@@ -111,7 +111,7 @@ class HivemindExchange:
             self._launched[fragment] = time.monotonic()
             if self._reseating:
                 self._outcomes[fragment] = self._skipped(fragment, "this island has lost its slot and asks for another")
-            elif fragment in self._to_take:
+            elif fragment in self._to_take or work.lease not in (None, self._seat.lease):
                 self._to_take.discard(fragment)
                 self._outcomes[fragment] = self._taken(fragment)
             elif not self._present:

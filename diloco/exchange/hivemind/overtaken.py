@@ -66,7 +66,8 @@ class Overtaken:
     async def take_over(self, tip: Tip) -> StateHeader | str:
         """Stage the state at ``tip``; or in words why it did not come."""
         (known, header), self._taken = self._taken, (None, None)
-        if header and known == tip:
+        staged = self._state.staged  # an attempt may have written over it
+        if header and known == tip and (staged.lineage, staged.digest) == (tip.lineage.hex(), tip.digest.hex()):
             return header
         with self._ending.timed("recovering"):
             taken = await take_over(self._around, self._state, tip, self._ending.traffic, self._deadline)
@@ -82,7 +83,8 @@ class Overtaken:
         """
         last = _last_round(taken)
         if self._was_counted(taken):
-            return self._ending.swap("committed", last, rejected=tip.height > self._state.height + 1)
+            moved_further = tip.height > self._state.height + 1 or self._ending.left_out is not None
+            return self._ending.swap("committed", last, rejected=moved_further)
         rules, reason = self._why_left_out(tip, last, trouble)
         if not rules and self._may_go_on(taken):
             # What it offers is the same to the anchor that it took over: it moves there with this island's work on top. If
