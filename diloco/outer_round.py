@@ -117,7 +117,7 @@ class OuterRound:
             self._pacing.stepped(started - self._resumed)
         while self._acts(progress):
             pass
-        if self._ends(progress) and not self._by_steps:
+        if self._ends(progress):
             self._end_together(progress)
         if self._coordinator:
             for event in self._coordinator.exchange.events():
@@ -250,12 +250,13 @@ class OuterRound:
         return progress.lr_step >= self._schedule.steps
 
     def _end_together(self, progress: Progress) -> None:
-        """By the clock no last round of every fragment follows: one that landed before the end was known takes its anchor now."""
+        """No round follows. By the clock there is no last one of every fragment; nor where the others had it without this island."""
         for index, work in enumerate(self._log.work):
-            if work.tokens:
-                told = f"{progress.position - work.start} sequences: the run ended before a round of fragment {index} counted them"
-                self._metrics.write("event", what="dropped", detail=told)
-            self._take_anchor(index, progress)
+            lost = work.tokens and progress.position - work.start
+            if not self._by_steps or lost and index in self._log.finished:
+                self._take_anchor(index, progress)
+                if lost:
+                    self._metrics.write("event", what="dropped", detail=f"{lost} sequences of fragment {index}: the run has ended")
 
     def _take_anchor(self, fragment: int, progress: Progress) -> None:
         """Nothing that was done since can count."""

@@ -327,3 +327,25 @@ def test_by_the_clock_islands_end_with_the_same_parameters(ranks: RankPool) -> N
     """The end is known with the last fragment's round; those of the others have landed when it was not, on guesses."""
     (results,) = ranks.run(islands_as_threads, 1, ISLANDS, sections() | BY_THE_CLOCK)
     assert distance(results[0], results[1]["parameters"]) == 0
+
+
+def behind_in_one_fragment(process: Process) -> float:
+    """How far its parameters are from the anchors at the end, where the swarm has had the last round of fragment 1 before."""
+    states = []
+
+    class Ahead(InMemoryExchange):
+        def outcome(self, fragment: int) -> RoundOutcome:
+            states[:] = self._state.fragments
+            outcome = super().outcome(fragment)
+            return replace(outcome, step=STEPS) if fragment else outcome
+
+    (result,) = islands_as_threads(process, 1, sections(fragments=2, overlap=3), exchange=Ahead)
+    parts = [[values for name, values in result["parameters"].items() if fragment_of(name, 2) == index] for index in (0, 1)]
+    assert [row["step"] for row in rounds(result) if row["fragment"] == 1] == [2]
+    return max(
+        float((torch.cat([part.flatten() for part in parts[index]]) - state.anchor).abs().max()) for index, state in enumerate(states)
+    )
+
+
+def test_an_island_that_was_behind_ends_with_the_anchor_of_every_fragment(ranks: RankPool) -> None:
+    assert ranks.run(behind_in_one_fragment, 1) == [0.0]
