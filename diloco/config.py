@@ -57,7 +57,7 @@ class OuterSection(Section):
     optimizer: Annotated[OuterOptimizerSection, Plugin("diloco.outer_optimizers", "sgd")]
     codec: Annotated[CodecSection, Plugin("diloco.codecs", "none")]
     error_feedback: bool | None = Field(
-        None, description="add what encoding loses to the next contribution; by default with codecs of fewer than 4 bits"
+        None, description="add what encoding loses to the next contribution; by default where a codec of fewer than 4 bits may be used"
     )
     residual_decay: float | None = Field(
         None, gt=0, le=1, description="share of what was lost that is kept from round to round; by default 0.95 below 4 bits, else 1"
@@ -93,7 +93,10 @@ class OuterSection(Section):
 
     @model_validator(mode="after")
     def _few_bits_need_error_feedback(self) -> "OuterSection":
-        few = plugins.build("diloco.codecs", self.codec).bits < _FEW_BITS
+        fallbacks = self.adaptive.codecs if self.adaptive.target else []
+        known = [name for name in fallbacks if name in plugins.available("diloco.codecs")]  # others are refused below
+        codecs = [self.codec, *(plugins.load("diloco.codecs", name).Config() for name in known)]
+        few = min(plugins.build("diloco.codecs", codec).bits for codec in codecs) < _FEW_BITS
         for key, default in dict(error_feedback=few, residual_decay=0.95 if few else 1.0).items():
             if getattr(self, key) is None:
                 object.__setattr__(self, key, default)  # values never change, and until now there was none

@@ -10,7 +10,18 @@ from diloco.outer_state import Layout
 from diloco.reduction import Wire
 from diloco.schedule import Schedule, StepSchedule, TimedSchedule
 from islands import plugins
+from islands.fragments import Fragment, Schema, cut
 from islands.initialize import parameter_dtype
+
+
+def make_fragments(config: RunConfig, schema: Schema) -> list[Fragment]:
+    """The parts of the model that take turns in rounds.
+
+    Raises:
+        ConfigError: the model can't be cut into so many.
+    """
+    outer = config.outer
+    return cut(schema, outer.fragments, outer.fragment_pattern, outer.separate_embeddings)
 
 
 def make_schedule(config: RunConfig, num_fragments: int) -> Schedule:

@@ -5,13 +5,13 @@ from contextlib import ExitStack
 
 from diloco.config import RunConfig, SwarmSection
 from diloco.exchange.base import Exchange, JoinError, Seat
-from diloco.from_config import make_layout, make_schedule
+from diloco.from_config import make_fragments, make_layout, make_schedule
 from diloco.outer_round import Coordinator, OuterRound
 from diloco.outer_state import OuterState
 from diloco.report import write_report
 from islands import plugins
 from islands.agreement import check_agreement
-from islands.fragments import Fragment, cut, schema_hash, schema_of
+from islands.fragments import Fragment, schema_hash, schema_of
 from islands.initialize import parameter_dtype
 from islands.island import build_island, load_corpus, meta_model
 from islands.mesh import check_grid
@@ -40,8 +40,7 @@ def run_island(config: RunConfig) -> None:
     check_grid(config, world_size())
     corpus, device = load_corpus(config), pick_device(config.run.device)
     schema = schema_of(meta_model(config))
-    outer = config.outer
-    fragments = cut(schema, outer.fragments, outer.fragment_pattern, outer.separate_embeddings)
+    fragments = make_fragments(config, schema)
     with ExitStack() as stack:
         coordinator = None
         if is_first_rank():  # first of all: the exchange process takes seconds to start, while the ranks meet

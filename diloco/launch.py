@@ -153,7 +153,9 @@ def make_plan(config_file: Path, overrides: Sequence[str], islands: int | None =
     Raises:
         ConfigError: naming what can't work and what to do.
     """
-    from islands.island import load_corpus  # imports torch, which `diloco --help` does not need
+    from diloco.from_config import make_fragments
+    from islands.fragments import schema_of
+    from islands.island import load_corpus, meta_model  # imports torch, which `diloco --help` does not need
     from islands.mesh import check_grid
 
     asked = [*overrides, *([] if islands is None else [f"swarm.islands={islands}"])]
@@ -162,6 +164,7 @@ def make_plan(config_file: Path, overrides: Sequence[str], islands: int | None =
     gpus = _visible_gpus() if config.run.device != "cpu" else ()
     ranks = _ranks_of_an_island(config, len(gpus))
     check_grid(config, ranks)
+    make_fragments(config, schema_of(meta_model(config)))
     load_corpus(config)
     needed = ranks * config.swarm.islands
     if len(gpus) < needed:

@@ -64,8 +64,7 @@ class OuterRound:
         self._several_ranks = process.world_size > 1
         self._by_steps = isinstance(schedule, StepSchedule)
         self._wait_seconds = round_seconds + _GRACE_SECONDS
-        self._resumed = 0.0  # when the inner step that comes next could begin
-        self._lease = (0, 0)
+        self._resumed, self._lease = 0.0, (0, 0)  # when the inner step that comes next could begin; in which slot and epoch it is
         self._log = Logbook.begin(schedule.num_fragments, position=0)
         self._swarm_tokens = [0] * schedule.num_fragments
         self._shares = [0.0] * schedule.num_fragments  # of this island in the mean that an eager start goes by; 0: there is none
@@ -118,6 +117,8 @@ class OuterRound:
             self._pacing.stepped(started - self._resumed)
         while self._acts(progress):
             pass
+        if self._ends(progress):
+            self._end_together(progress)
         if self._coordinator:
             for event in self._coordinator.exchange.events():
                 self._metrics.write("event", what=event.what, detail=event.detail)
@@ -143,8 +144,7 @@ class OuterRound:
     def _launch(self, fragment: int, progress: Progress) -> None:
         pace = self._pacing.take(fragment) if self._pacing else Pace()
         work = self._log.work[fragment].offer(progress.position, progress.step, pace, self._lease)
-        numel = self._mover.numel(fragment)
-        flight = Flight(fragment, numel, work, self._log.inner_step, progress.slot)
+        flight = Flight(fragment, self._mover.numel(fragment), work, self._log.inner_step, progress.slot)
         self._log.flights[fragment], self._log.launched_at[fragment] = flight, self._log.inner_step
         state = self._state(fragment)
 
@@ -176,15 +176,16 @@ class OuterRound:
         """Let progress and parameters follow an outcome."""
         began, flight, taken = time.monotonic(), self._log.flights.pop(outcome.fragment), progress.position
         if flight.void:
-            if self._agenda:
-                self._agenda.landed(flight)
-            write_round(self._metrics, flight, outcome, progress.step, self._schedule.num_fragments)
+            self._over(flight, outcome, progress)
             return
         self._follow(outcome, flight, progress)
         last = self._ends(progress) and self._no_other_follows(flight)
         fate = fate_of(flight.work, outcome, self._section.left_out, last)
         if outcome.seat:
-            self._begin_again(outcome.seat, progress)
+            for other in self._log.flights.values():
+                other.void = True
+            for index in range(self._schedule.num_fragments):
+                self._take_anchor(index, progress)
         elif fate.kind == "counted":
             self._log.work[flight.fragment].counted(flight.work)
             if outcome.rejected:
@@ -201,21 +202,24 @@ class OuterRound:
             self._restart_eagerly(flight.fragment, EagerStart.skipped)
         flight.scatter_seconds += time.monotonic() - began
         flight.stall_seconds += time.monotonic() - began
-        if self._agenda:
-            self._agenda.landed(flight)
         if self._pacing and (told := self._pacing.landed(flight, outcome)):
             self._metrics.write("event", what="adapted", detail=told)
-        write_round(self._metrics, flight, outcome, progress.step, self._schedule.num_fragments)
+        self._over(flight, outcome, progress)
         lost = fate.reason
-        if last and outcome.kind == "skipped" and fate.kind == "kept":  # nothing replaced these parameters, so they stay
+        if last and self._by_steps and (outcome.kind, fate.kind) == ("skipped", "kept"):  # nothing replaces these parameters
             lost = f"the last round was skipped ({outcome.reason})"
         if lost:
             self._metrics.write("event", what="dropped", detail=f"{taken - flight.work.start} sequences: {lost}")
 
+    def _over(self, flight: Flight, outcome: RoundOutcome, progress: Progress) -> None:
+        if self._agenda:
+            self._agenda.landed(flight)
+        write_round(self._metrics, flight, outcome, progress.step, self._schedule.num_fragments)
+
     def _follow(self, outcome: RoundOutcome, flight: Flight, progress: Progress) -> None:
         """Go on where the swarm is: in time, and in the slot's data."""
         if seat := outcome.seat:
-            progress.slot, progress.position = seat.slot, seat.position
+            progress.slot, progress.position, self._lease = seat.slot, seat.position, seat.lease
             self._swarm_tokens = [seat.tokens] * len(self._swarm_tokens)
             self._log.finished.clear()
             _stand(progress, self._schedule.joined(seat.step, seat.tokens))
@@ -245,19 +249,20 @@ class OuterRound:
     def _ends(self, progress: Progress) -> bool:
         return progress.lr_step >= self._schedule.steps
 
+    def _end_together(self, progress: Progress) -> None:
+        """No round follows. By the clock there is no last one of every fragment; nor where the others had it without this island."""
+        for index, work in enumerate(self._log.work):
+            lost = work.tokens and progress.position - work.start
+            if not self._by_steps or lost and index in self._log.finished:
+                self._take_anchor(index, progress)
+                if lost:
+                    self._metrics.write("event", what="dropped", detail=f"{lost} sequences of fragment {index}: the run has ended")
+
     def _take_anchor(self, fragment: int, progress: Progress) -> None:
         """Nothing that was done since can count."""
         self._scatter(fragment, "anchor").apply()
         self._log.work[fragment].forget(progress.position)
         self._restart_eagerly(fragment, EagerStart.restart)
-
-    def _begin_again(self, seat: Seat, progress: Progress) -> None:
-        """In another slot, where nothing that is in flight can count."""
-        self._lease = seat.lease
-        for flight in self._log.flights.values():
-            flight.void = True
-        for index in range(self._schedule.num_fragments):
-            self._take_anchor(index, progress)
 
     def _restart_eagerly(self, fragment: int, how: Callable[[EagerStart], None]) -> None:
         self._shares[fragment] = 0.0
@@ -268,9 +273,7 @@ class OuterRound:
         """The outcome is known before its time: what it lands with, probably, moves while training goes on."""
         flight = self._log.flights[outcome.fragment]
         flight.outcome = outcome
-        if flight.void:
-            return
-        kind = fate_of(flight.work, outcome, self._section.left_out, last=False).kind
+        kind = "" if flight.void else fate_of(flight.work, outcome, self._section.left_out, last=False).kind
         if kind == "counted" and self._section.overlap != "eager":
             self._bring(flight, "anchor")
         elif kind == "kept" and outcome.kind == "left_out":

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from diloco.exchange.base import RoundOutcome, Seat, Work
 from diloco.exchange.in_memory import Hub, InMemoryExchange
-from diloco.from_config import make_layout, make_schedule, make_wire
+from diloco.from_config import make_fragments, make_layout, make_schedule, make_wire
 from diloco.ledger import Counted
 from diloco.outer_round import Coordinator, OuterRound
 from diloco.outer_state import OuterState
 from islands.data.base import Corpus, num_samples, windows
-from islands.fragments import cut, schema_of
+from islands.fragments import schema_of
 from islands.island import Island, build_island, meta_model
 from islands.metrics import Metrics
 from islands.parameter_mover import ParameterMover
@@ -62,8 +62,7 @@ def watched(island: Island) -> Island:
 def outer_round(island: Island, exchange: Callable[[OuterState], Any], metrics: Metrics) -> OuterRound:
     """The hook of an island whose exchange is made by ``exchange``; not started."""
     config = island.config
-    outer = config.outer
-    fragments = cut(schema_of(meta_model(config)), outer.fragments, outer.fragment_pattern, outer.separate_embeddings)
+    fragments = make_fragments(config, schema_of(meta_model(config)))
     coordinator = None
     if island.process.rank == 0:
         state = OuterState(make_layout(config, [fragment.numel for fragment in fragments]))

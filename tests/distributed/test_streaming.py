@@ -28,6 +28,8 @@ OUTER_LR, MOMENTUM = 0.7, 0.9
 
 Vectors = dict[str, Tensor]
 
+BY_THE_CLOCK = dict(outer=dict(sync_every="0.1s", fragments=2, overlap="eager"))
+
 
 def fragment_of(name: str, count: int) -> int:
     """Two fragments of two blocks: block 0 with the embeddings, block 1 with the head and the last norm, by size."""
@@ -319,3 +321,31 @@ def test_what_was_in_flight_when_a_slot_was_lost_changes_nothing(ranks: RankPool
     assert result["samples"][7:] == [order(80 + BATCH * step + torch.arange(BATCH).numpy(), 0).tolist() for step in range(4)]
     assert all(row["weight"] > 0 for row in rounds(result))
     assert [row["start"] for row in rounds(result) if row["step"] > 6] == [80, 80, 88, 104]
+
+
+def test_by_the_clock_islands_end_with_the_same_parameters(ranks: RankPool) -> None:
+    """The end is known with the last fragment's round; those of the others have landed when it was not, on guesses."""
+    (results,) = ranks.run(islands_as_threads, 1, ISLANDS, sections() | BY_THE_CLOCK)
+    assert distance(results[0], results[1]["parameters"]) == 0
+
+
+def behind_in_one_fragment(process: Process) -> float:
+    """How far its parameters are from the anchors at the end, where the swarm has had the last round of fragment 1 before."""
+    states = []
+
+    class Ahead(InMemoryExchange):
+        def outcome(self, fragment: int) -> RoundOutcome:
+            states[:] = self._state.fragments
+            outcome = super().outcome(fragment)
+            return replace(outcome, step=STEPS) if fragment else outcome
+
+    (result,) = islands_as_threads(process, 1, sections(fragments=2, overlap=3), exchange=Ahead)
+    parts = [[values for name, values in result["parameters"].items() if fragment_of(name, 2) == index] for index in (0, 1)]
+    assert [row["step"] for row in rounds(result) if row["fragment"] == 1] == [2]
+    return max(
+        float((torch.cat([part.flatten() for part in parts[index]]) - state.anchor).abs().max()) for index, state in enumerate(states)
+    )
+
+
+def test_an_island_that_was_behind_ends_with_the_anchor_of_every_fragment(ranks: RankPool) -> None:
+    assert ranks.run(behind_in_one_fragment, 1) == [0.0]

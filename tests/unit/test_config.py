@@ -401,6 +401,9 @@ def test_text_too_short_for_a_sequence_and_a_vocabulary_too_small(tmp_path: Path
         (dict(codec=dict(type="topk")), True, 0.95),
         (dict(codec=dict(type="statistical2"), residual_decay=1.0), True, 1.0),
         (dict(codec=dict(type="topk"), error_feedback=False), False, 0.95),
+        (dict(adaptive=dict(target=0.9, codecs=["int4", "topk"])), True, 0.95),
+        (dict(adaptive=dict(codecs=["int4", "topk"])), False, 1.0),
+        (dict(adaptive=dict(target=0.9, codecs=["int4"])), False, 1.0),
     ],
 )
 def test_codecs_of_few_bits_have_error_feedback_unless_told_otherwise(outer: dict, feedback: bool, decay: float) -> None:

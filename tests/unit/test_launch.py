@@ -224,6 +224,7 @@ def test_port_in_use_is_refused(tmp_path, fake):
         (("train.global_batch_size=15",), None, r"train.global_batch_size.*15"),
         (("swarm.slot=1",), None, r"swarm.slot=1: 'diloco launch' starts all islands"),
         (("swarm.initial_peers=[/ip4/10.0.0.1/tcp/1/p2p/Qm]",), None, r"swarm.initial_peers=.*Remove it"),
+        (("outer.fragments=50", "outer.sync_every=60"), None, r"outer.fragments=50 asks .* the model has \d+ blocks"),
         (("outer.sync_evry=3",), None, r"outer.sync_evry: unknown key \(did you mean 'sync_every'\?\)"),
     ],
 )
