@@ -7,7 +7,7 @@ have the same H:
 
     blocking_fp32       codec none, overlap 0
     hivemind_averager   the same loop, with hivemind's DecentralizedAverager in the place of our exchange (averager_island.py)
-    ours                codec topk with error feedback, fragments, overlap
+    ours                codec int4, fragments, overlap
 
 ``utilization`` is 1 - stall / seconds after the first step, of the mean of both islands; a wait that had not ended when the run
 was stopped is a stall. ``round_seconds`` is from launch to outcome; ``megabytes`` what an island put on the link for each inner
@@ -25,6 +25,7 @@ import json
 import os
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -76,17 +77,17 @@ LOADS = {
     "1gbit": Load((*sizes(640, 6, 10, 1728), "train.global_batch_size=1"), 0.5),  # 30M, 120 MB
 }
 
-COMMON = (f"outer.sync_every={H}", "exchange.peer_timeout=30", "exchange.round_deadline=600", "data.seq_len=32")
+TEXT = f"data.paths=[{sysconfig.get_path('stdlib')}/*.py]"
+COMMON = (f"outer.sync_every={H}", "exchange.peer_timeout=30", "exchange.round_deadline=600", "data.seq_len=32", TEXT)
 SETTINGS = {
     "blocking_fp32": (f"swarm.data_connections={CONNECTIONS}",),
     "hivemind_averager": (),
     "ours": (
         f"swarm.data_connections={CONNECTIONS}",
-        "outer.codec.type=topk",
-        "outer.error_feedback=true",
-        "outer.residual_decay=0.95",
+        "outer.codec.type=int4",
         "outer.fragments=4",
-        "outer.overlap=5",
+        "outer.overlap=8",
+        "outer.merge_alpha=0.5",
     ),
 }
 
