@@ -116,6 +116,11 @@ class OuterSection(Section):
                 f"outer.merge_alpha={self.merge_alpha} has no meaning with outer.overlap=eager, which goes on from a guess of "
                 "the anchor instead of a mixture; leave one of the two out"
             )
+        if self.separate_embeddings and self.fragments == 1:
+            raise ValueError(
+                "outer.separate_embeddings=true gives embeddings and head a fragment of their own, and outer.fragments=1 is the "
+                "whole model; give at least 2"
+            )
         if isinstance(self.sync_every, int) and self.fragments > self.sync_every:
             raise ValueError(
                 f"outer.fragments={self.fragments} can't take turns in outer.sync_every={self.sync_every} inner steps; "

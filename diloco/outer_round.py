@@ -189,6 +189,7 @@ class OuterRound:
         elif fate.kind == "counted":
             self._log.work[flight.fragment].counted(flight.work)
             if outcome.rejected:
+                self._tell_dropped(flight.fragment, progress, "done since the launch, on parameters that lack a round")
                 self._take_anchor(flight.fragment, progress)
             else:
                 self._merge(flight, outcome, last)
@@ -252,11 +253,15 @@ class OuterRound:
     def _end_together(self, progress: Progress) -> None:
         """No round follows. By the clock there is no last one of every fragment; nor where the others had it without this island."""
         for index, work in enumerate(self._log.work):
-            lost = work.tokens and progress.position - work.start
-            if not self._by_steps or lost and index in self._log.finished:
+            if not self._by_steps or work.tokens and index in self._log.finished:
+                self._tell_dropped(index, progress, "the run has ended")
                 self._take_anchor(index, progress)
-                if lost:
-                    self._metrics.write("event", what="dropped", detail=f"{lost} sequences of fragment {index}: the run has ended")
+
+    def _tell_dropped(self, fragment: int, progress: Progress, why: str) -> None:
+        work = self._log.work[fragment]
+        if work.tokens:
+            lost = f"{progress.position - work.start} sequences of fragment {fragment}"
+            self._metrics.write("event", what="dropped", detail=f"{lost}: {why}")
 
     def _take_anchor(self, fragment: int, progress: Progress) -> None:
         """Nothing that was done since can count."""

@@ -419,6 +419,7 @@ def test_codecs_of_few_bits_have_error_feedback_unless_told_otherwise(outer: dic
         (dict(overlap="eager", merge_alpha=0.5), "outer.merge_alpha=0.5 has no meaning with outer.overlap=eager"),
         (dict(fragments=3, sync_every=2), "outer.fragments=3 can't take turns in outer.sync_every=2"),
         (dict(late="skip"), "wait"),
+        (dict(separate_embeddings=True), "outer.fragments=1 is the whole model; give at least 2"),
     ],
 )
 def test_rounds_that_could_not_land_are_refused(outer: dict, told: str) -> None:

@@ -31,7 +31,11 @@ class RawSocket:
         reader.feed_eof()  # so that the next line returns what is there, and waits for nothing
         early = await reader.read()
         writer.transport.pause_reading()  # the reader may have resumed it
-        number = os.dup(writer.get_extra_info("socket").fileno())
+        try:
+            number = os.dup(writer.get_extra_info("socket").fileno())
+        except OSError:  # no more descriptors
+            writer.close()
+            raise
         return RawSocket(socket.socket(fileno=number), writer, early)
 
     async def send(self, data: bytes | memoryview, stall_seconds: float) -> None:
