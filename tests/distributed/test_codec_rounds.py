@@ -32,7 +32,7 @@ def loss_of(results: list[dict[str, Any]]) -> float:
     return sum(losses) / len(losses)
 
 
-@pytest.fixture(scope="module", params=["fp32", "fp64"])
+@pytest.fixture(scope="module", params=["fp32", pytest.param("fp64", marks=pytest.mark.slow)])
 def plain(request: pytest.FixtureRequest, ranks: RankPool) -> tuple[str, float]:
     """A precision, and the loss of a run that loses nothing."""
     return request.param, loss_of(run(ranks, request.param))

@@ -295,7 +295,7 @@ def taken_over(current: Round, state: OuterState) -> Tip:
     staged = part.staged
     lineage, digest = bytes.fromhex(staged.lineage), bytes.fromhex(staged.digest)
     tip = Tip(fragment=0, height=staged.height, lineage=lineage, digest=digest, tokens=staged.ledger.tokens)
-    current._taken = tip, StateHeader(num_bytes=0, ledger=staged.ledger.to_bytes(), members=(), weights=(), excluded=())
+    current._overtaken._taken = tip, StateHeader(num_bytes=0, ledger=staged.ledger.to_bytes(), members=(), weights=(), excluded=())
     return tip
 
 
@@ -309,7 +309,7 @@ def test_a_state_that_was_taken_over_is_not_committed_once_it_is_written_over() 
             tip = taken_over(current, state)
             if written_over:
                 state.fragments[0].stage(torch.full((4,), 2.0))
-            assert isinstance(await current._take_over(tip), str) == written_over
+            assert isinstance(await current._overtaken.take_over(tip), str) == written_over
 
     asyncio.run(run())
 
@@ -337,7 +337,7 @@ def test_an_island_that_went_on_from_a_round_takes_the_anchor_however_the_next_o
         current = a_round(state)
         tip = taken_over(current, state)
         current._ending.left_out = RoundOutcome("left_out", 0, 0)
-        outcome = await current._catch_up(tip)
+        outcome = current._overtaken.end(tip, await current._overtaken.take_over(tip), "")
         assert outcome.kind == "committed" and outcome.rejected
 
     asyncio.run(run())
@@ -360,6 +360,7 @@ def test_an_attempt_on_the_old_state_ends_when_another_is_taken_over() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_donor_that_sends_no_more_is_followed_by_another(tmp_path: Path) -> None:
     """It is alive, and its stream is not: the newcomer has swarm.join_timeout for all of it, and must not spend that on one."""
     islands = [island(tmp_path, 0, [], 2)]
@@ -409,6 +410,7 @@ def test_ranks_wait_for_their_seat_as_long_as_rank_0_takes_over_state(monkeypatc
         assert [seat.slot for seat in pool.map(take, range(2))] == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_newcomer_for_whom_the_state_takes_longer_than_a_round(tmp_path: Path) -> None:
     """By the time it has a state, the swarm has the next one: it comes in nevertheless, and is in a round with the others."""
     islands = [island(tmp_path, 0, [], 2)]

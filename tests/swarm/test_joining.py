@@ -152,6 +152,7 @@ def test_two_come_back_at_once(swarm: Swarm, place: Place) -> None:
     commit(swarm, 110, only=together)
 
 
+@pytest.mark.slow
 def test_islands_that_start_at_the_same_moment_with_the_same_list_are_one_swarm(tmp_path: Path) -> None:
     """Nobody is told who is the first: all have the same list of addresses, and the first in it gives out the slots."""
     islands, addresses = 4, []

@@ -20,11 +20,11 @@ from diloco.launch import make_identity
 from diloco.reduction import CHUNK, num_chunks
 from diloco.swarm_key import read_key, write_new_key
 
-NUMEL = 5 * CHUNK + 123  # six chunks, three for each of two islands
+NUMEL = 5 * CHUNK + 123  # six chunks
 CARRIERS = 2
 WEIGHTS = [1000.0, 3000.0]
 ROUND_DEADLINE = 10.0
-_PAYLOAD = 4 * NUMEL  # fp32: own values of the other's chunks, and the mean of own ones
+_PAYLOAD = 4 * NUMEL  # fp32, whole, as there are two islands
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -77,9 +77,9 @@ def commit(swarm: Swarm, seed: int) -> list[Any]:
 
 
 def bytes_of_a_round() -> int:
-    """What each island sends and receives over all lanes: the payload, a length for each chunk, a sealed head a lane."""
+    """What each island sends and receives: the payload, a head for each chunk and the end of a lane, a sealed one for a lane."""
     head = messages.encode(messages.ContributionHeader(proposal=bytes(32), lane=0, lanes=CARRIERS))
-    return _PAYLOAD + 4 * num_chunks(NUMEL) + CARRIERS * (4 + SEAL_BYTES + len(head))
+    return _PAYLOAD + 8 * num_chunks(NUMEL) + CARRIERS * (4 + SEAL_BYTES + len(head) + 8)
 
 
 def memory_mib(pid: int) -> float:
@@ -95,7 +95,7 @@ def written(pid: int) -> int:
 
 
 def test_rounds_are_exact_and_their_bytes_go_over_the_data_connections(swarm: Swarm) -> None:
-    """The same bits as computed plainly; every byte is accounted for; the carriers have carried it, evenly."""
+    """The same bits as computed plainly; every byte is accounted for; the carriers have carried it, each a share."""
     island = swarm.islands[0]
     carriers, control = island.carrier_pids(), island.daemon_pid()
     assert len(carriers) == CARRIERS
@@ -114,7 +114,7 @@ def test_rounds_are_exact_and_their_bytes_go_over_the_data_connections(swarm: Sw
     assert counted == {(bytes_of_a_round(), bytes_of_a_round())}
     # A daemon writes what it sends to the other, and what it receives to its exchange process.
     assert moved[control] < 0.1 * _PAYLOAD and sum(moved[pid] for pid in carriers) > 3 * 2 * _PAYLOAD
-    assert max(moved[pid] for pid in carriers) < 2.5 * min(moved[pid] for pid in carriers)
+    assert min(moved[pid] for pid in carriers) > 0.3 * _PAYLOAD  # the faster one takes more
     assert not any(event.what == "fallback" for island in swarm.islands for event in island.call("events"))
 
 
