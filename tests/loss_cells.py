@@ -117,7 +117,7 @@ def run_cell(recipe: Recipe, size: Size, seed: int, process: Process, folder: Pa
 
 def _train(recipe: Recipe, config: RunConfig, size: Size, process: Process) -> Cell:
     corpus, count, started = load_corpus(config), config.swarm.islands, time.monotonic()
-    torch.set_num_threads(ISLANDS // count)  # each cell takes as many cores
+    torch.set_num_threads(1)  # of torch's own: islands are threads already
     islands = [build_island(config, process, corpus) for _ in range(count)]
     hub, metrics = Hub(count), [Recorded() for _ in range(count)]
     if recipe.outer is None:
@@ -126,7 +126,6 @@ def _train(recipe: Recipe, config: RunConfig, size: Size, process: Process) -> C
         with ThreadPoolExecutor(count) as threads:
             for done in [threads.submit(_train_island, islands[slot], slot, hub, metrics[slot]) for slot in range(count)]:
                 done.result()
-    torch.set_num_threads(ISLANDS)
     parameters, batch_tokens = num_parameters(config), size.batch * ISLANDS * size.seq_len
     sent = [_bytes_sent(metrics, parameters, row["step"]) for row in metrics[0].of("eval")]
     judge = Evaluation(corpus.held_out, size.seq_len, size.final_sequences, islands[0].mesh.data.get_group(), process.device)

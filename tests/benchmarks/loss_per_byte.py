@@ -9,7 +9,7 @@ Each codec has the outer settings that were best for it on seed 0, which is none
 has a file in ``--out`` and is not done again, so a study that was ended goes on.
 
     python tests/benchmarks/loss_per_byte.py [--quick] [--study codecs|overlap] [--size small|medium|large] [--seeds 1 2 3]
-        [--steps 320] [--out runs/loss_per_byte]
+        [--steps 400] [--out runs/loss_per_byte]
 """
 
 import argparse
@@ -30,7 +30,7 @@ from islands.island import num_parameters  # noqa: E402
 from islands.process import pick_device, process_group  # noqa: E402
 
 SIZES = {
-    "small": Size(dict(preset="quickstart"), seq_len=128, batch=8, steps=320, sync_every=5, lr=3e-3),
+    "small": Size(dict(preset="quickstart"), seq_len=128, batch=4, steps=400, sync_every=5, lr=3e-3),
     "medium": Size(dict(preset="15M"), seq_len=256, batch=16, steps=1000, sync_every=10, lr=1e-3),
     "large": Size(dict(preset="60M"), seq_len=256, batch=64, steps=3000, sync_every=15, lr=6e-4),
 }

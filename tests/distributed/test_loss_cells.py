@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import loss_per_byte as study  # noqa: E402
 
-MODEL = dict(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)
+MODEL = dict(hidden_size=16, num_layers=3, num_heads=2, num_kv_heads=1, intermediate_size=32)
 TINY = Size(MODEL, seq_len=16, batch=2, steps=7, sync_every=3, lr=1e-3, curve_points=2, final_sequences=4)
 PLAIN, DATA_PARALLEL = Recipe("plain", dict(optimizer=dict(lr=1.0, momentum=0.0))), Recipe("data-parallel", None)
 TOPK = Recipe("topk", dict(codec=dict(type="topk"), error_feedback=True))
@@ -37,7 +37,8 @@ def test_bytes_are_those_of_the_formulas_and_nothing_is_trained_twice(ranks: Ran
     assert plain.tokens == joint.tokens == 7 * 2 * 2 * 16
     sent = [round(3 * point[1] / plain.bytes_sent) for point in plain.curve]
     assert sent == [0, 1, 2, 3] and [point[0] for point in plain.curve] == [0, 192, 384, 448]
-    assert plain.curve[0] == joint.curve[0], "the same first parameters"
+    first = {round(each.curve[0][2], 5) for each in (plain, joint, topk, streaming)}
+    assert len(first) == 1, "not the same first parameters"
     for file in tmp_path.iterdir():
         file.write_text(json.dumps({**json.loads(file.read_text()), "eval_loss": 1.25}))
     assert {cell.eval_loss for cell in ranks.run(trained, 1, str(tmp_path))[0]} == {1.25}
