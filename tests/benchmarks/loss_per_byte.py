@@ -37,7 +37,7 @@ SIZES = {
 QUICK = Size(dict(preset="quickstart"), 64, batch=4, steps=20, sync_every=5, lr=3e-3, curve_points=2, final_sequences=64)
 
 
-def recipe(name: str, codec: dict[str, Any], lr: float = 1.0, **outer: Any) -> Recipe:
+def recipe(name: str, codec: dict[str, Any], lr: float = 0.8, **outer: Any) -> Recipe:
     """A codec with its outer settings. None has momentum: with so many small rounds it overshoots, whatever the codec."""
     return Recipe(name, dict(codec=codec, optimizer=dict(type="sgd", lr=lr, momentum=0.0), **outer))
 
