@@ -1,4 +1,4 @@
-"""One training run of a study: a recipe, a size and a seed in, held-out loss and bytes out. Kept in a file once it is done."""
+"""One training run of a study: recipe, size and seed in, held-out loss and bytes out. Kept in a file once it is done."""
 
 import hashlib
 import json
@@ -79,7 +79,7 @@ class Cell:
 
 
 def config_of(recipe: Recipe, size: Size, seed: int) -> RunConfig:
-    """The whole configuration: what differs between recipes is the section ``outer``, and the batch where there is one island."""
+    """The whole configuration. Recipes differ in the section ``outer``, and in the batch where there is one island."""
     islands = 1 if recipe.outer is None else ISLANDS
     raw = dict(
         run=dict(name="loss-per-byte", seed=seed),

@@ -7,8 +7,8 @@ to the other once a round; data-parallel training (one island with the batch of 
 each parameter from each of M = 2 islands at every step, as a ring all-reduce of fp32 gradients does.
 
 The outer settings are the best of those tried on seed 0, which is none of the seeds reported: codec none, topk and
-statistical2 were tuned (docs/log.md), int8 and int4 take those of none. A run that is done has a file in ``--out`` and is not
-done again: a study that was ended goes on, and several processes with other ``--seeds`` may share the folder.
+statistical2 were tuned (docs/log.md), int8 and int4 take those of none. A run that is done has a file in ``--out`` and is
+not done again: a study that was ended goes on, and several processes with other ``--seeds`` may share the folder.
 
     python tests/benchmarks/loss_per_byte.py [--quick] [--study codecs|overlap] [--size small|medium|large] [--seeds 1 2 3]
         [--steps 400] [--out runs/loss_per_byte]
@@ -64,7 +64,7 @@ STUDIES = {
         recipe("int4, eager", INT4, overlap="eager"),
     ],
 }
-#: What must hold, in percent of the loss with codec none: int4, and the best of those that send so many times less than that.
+#: What must hold, in percent of the loss with codec none: int4, and the best of those that send so many times less.
 INT4_PERCENT, LOW_BIT_PERCENT, LOW_BIT_FACTOR = 0.3, 1.0, 30.0
 
 
@@ -119,7 +119,7 @@ def targets_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     few = [row for row in rows if row.times_fewer_than_none >= LOW_BIT_FACTOR]
     best = min(few, key=lambda row: row.difference_percent)
     return {
-        name: dict(codec=row.codec, at_most=most, difference_percent=row.difference_percent, met=row.difference_percent <= most)
+        name: dict(codec=row.codec, at_most=most, difference_percent=(found := row.difference_percent), met=found <= most)
         for name, row, most in (("int4", by_codec["int4"], INT4_PERCENT), ("low_bit", best, LOW_BIT_PERCENT))
     }
 
@@ -209,7 +209,7 @@ def main() -> None:
                 cells.setdefault(each.name, []).append(cell)
                 print(f"{each.name}, seed {seed}: loss {cell.eval_loss:.4f} in {cell.seconds:.0f} s", flush=True)
     parameters, tokens = num_parameters(config_of(recipes[0], size, 0)), cells[recipes[0].name][0].tokens
-    title = f"{parameters / 1e6:.2f}M parameters, {tokens:,} tokens, a round every {size.sync_every} steps, {len(seeds)} seed(s)"
+    title = f"{parameters / 1e6:.2f}M parameters, {tokens:,} tokens, a round every {size.sync_every} steps, seeds {seeds}"
     rows, plot = rows_of(recipes, cells), arguments.out / f"{arguments.study}.png"
     show(rows, title)
     draw(rows, cells, title, plot)
