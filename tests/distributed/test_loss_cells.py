@@ -50,7 +50,9 @@ def cell(name: str, seed: int, loss: float, sent: float) -> Cell:
 
 def rows_of(**losses: list[float]) -> list[study.Row]:
     """Of recipes by name: the first figure tells bytes, the others the losses of the seeds."""
-    cells = {name: [cell(name, seed, loss, sent) for seed, loss in enumerate(all_)] for name, (sent, *all_) in losses.items()}
+    cells = {
+        name: [cell(name, seed, loss, sent) for seed, loss in enumerate(found)] for name, (sent, *found) in losses.items()
+    }
     return study.rows_of([study.recipe(name, study.NONE) for name in losses], cells)
 
 
