@@ -65,9 +65,17 @@ def test_differences_are_taken_within_a_seed() -> None:
 
 def test_targets_are_missed_where_int4_or_the_best_of_the_smallest_is_too_far_off() -> None:
     def met(**losses: list[float]) -> dict[str, Any]:
-        return {name: (target["codec"], target["met"]) for name, target in study.targets_of(rows_of(**losses)).items()}
+        return {name: (target["codec"], target["met"]) for name, target in study.targets_of(rows_of(**losses), 1).items()}
 
     rows = dict(none=[3200.0, 2.0], int4=[425.0, 2.005], statistical2=[212.0, 2.0], topk=[27.0, 2.019], tiny=[15.0, 2.03])
     assert met(**rows) == {"int4": ("int4", True), "low_bit": ("topk", True)}
     assert met(**rows | {"int4": [425.0, 2.007]}) == {"int4": ("int4", False), "low_bit": ("topk", True)}
     assert met(**rows | {"topk": [27.0, 2.021]}) == {"int4": ("int4", True), "low_bit": ("topk", False)}
+
+
+def test_an_answer_is_resolved_only_where_the_spread_of_the_seeds_allows_it() -> None:
+    even = rows_of(none=[3200.0, 2.0, 2.0], int4=[400.0, 2.0, 2.0001], topk=[27.0, 2.01, 2.01])
+    noisy = rows_of(none=[3200.0, 2.0, 2.0], int4=[400.0, 1.97, 2.03], topk=[27.0, 1.99, 2.04])
+    assert [target["resolved"] for target in study.targets_of(even, 2).values()] == [True, True]
+    assert [target["resolved"] for target in study.targets_of(noisy, 2).values()] == [False, False]
+    assert [target["met"] for target in study.targets_of(noisy, 2).values()] == [True, True]
