@@ -117,7 +117,7 @@ def targets_of(rows: Sequence[Row], num_seeds: int) -> dict[str, dict[str, Any]]
     """What was to be reached, by whom, and what was.
 
     Returns:
-        For each target whether it was ``met`` by the mean, and whether that is ``resolved``: two standard errors of the mean or
+        For each target whether it was ``met`` by the mean, and whether that is ``resolved``: two standard errors or
         more from the limit. Where it is not, more seeds or less noise could turn the answer around.
     """
     by_codec = {row.codec: row for row in rows}
