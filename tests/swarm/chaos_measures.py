@@ -17,6 +17,7 @@ _FROM_END = ("freeze", "cut", "slow")
 
 
 _OWN_FAULT_SECONDS = 60.0  # work that an island drops within so long of being the victim was lost by that
+_HOOK_SECONDS = 0.01  # what it takes after each step to find that there is nothing to wait for
 
 
 def steps_lost(islands: Sequence[Lives], strikes: Sequence[Strike]) -> int:
@@ -43,7 +44,8 @@ def step_seconds(islands: Sequence[Lives]) -> float:
     gaps = []
     for life in (life for lives in islands for life in lives):
         steps = life.of_kind("step")
-        gaps += [after["time"] - before["time"] for before, after in zip(steps, steps[1:]) if not after["stall_seconds"]]
+        pairs = zip(steps, steps[1:])
+        gaps += [after["time"] - before["time"] for before, after in pairs if after["stall_seconds"] < _HOOK_SECONDS]
     return statistics.median(gaps)
 
 

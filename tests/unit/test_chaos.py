@@ -59,7 +59,8 @@ def test_steps_that_are_missing_done_twice_or_dropped_are_lost_but_not_by_the_vi
 
 
 def test_throughput_counts_waiting_and_not_the_time_in_which_the_island_could_not_train() -> None:
-    waits = life(*(step(number, number) for number in range(1, 6)), step(6, 10, stall=4), ended=10)  # 5 steps of 9 s
+    short = (step(number, number, stall=1e-4) for number in range(1, 6))
+    waits = life(*short, step(6, 10, stall=4), ended=10)  # 5 steps of 9 s
     assert measures.step_seconds([[waits]]) == 1
     assert measures.throughput_ratio([[waits]], [], 1.0) == pytest.approx(5 / 9)
     frozen = Strike(parse_fault("freeze 0 for 4s"), began=5.5, ended=9.5, proof="seen", stops_trainer=1.0)
