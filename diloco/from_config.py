@@ -68,8 +68,9 @@ def make_wire(config: RunConfig) -> Wire:
 
 def make_adaptation(config: RunConfig) -> Adaptation | None:
     """How period and codec follow what was measured; None where they stay as they are."""
-    outer, wire = config.outer, make_wire(config)
+    outer = config.outer
     if not outer.adaptive.target:
         return None
+    wire = make_wire(config)
     bits = tuple(one.contribution.bits for one in (wire, *wire.cheaper))
     return Adaptation(outer.adaptive.target, int(outer.sync_every), outer.adaptive.max_sync_every, bits, outer.fragments)
