@@ -142,6 +142,12 @@ class TrainSection(Section):
         "none", description="activations that are computed again in the backward pass: none, all, or all but matrix products"
     )
     compile: bool = Field(False, description="compile each block with torch.compile")
+    resume: str = Field(
+        "auto",
+        min_length=1,
+        description="auto: go on from the newest whole checkpoint in checkpoint.dir, if there is one; never: start afresh; else the "
+        "path of a checkpoint, of the checkpoints of one step, or of a run",
+    )
     eval_every: int = Field(0, ge=0, description="inner steps between evaluations; 0: only at start and end")
     eval_sequences: int = Field(64, ge=1, description="held-out sequences in one evaluation")
     profile: list[int] = Field([], description="[first, last]: steps that each rank traces into run.dir/profile; empty: none")
@@ -156,6 +162,21 @@ class TrainSection(Section):
         return self
 
 
+class CheckpointSection(Section):
+    """What is kept of a run, so that it can go on after anything."""
+
+    every: int = Field(0, ge=0, description="inner steps between checkpoints; 0: only the last, at the end or when asked to stop")
+    keep: int = Field(3, ge=1, description="newest checkpoints that are kept")
+    keep_every: int = Field(0, ge=0, description="checkpoints of steps that it divides are kept for ever; 0: none")
+    dir: str = Field("", description="folder that all ranks of the island can write to; default run.dir/checkpoints")
+    grace: float = Field(30.0, gt=0, description="seconds from the wish to stop (SIGTERM, Ctrl-C) until the process ends, come what may")
+
+    @field_validator("dir")
+    @classmethod
+    def _expand_home(cls, value: str) -> str:
+        return str(Path(value).expanduser()) if value else value
+
+
 class IslandConfig(Section):
     """All that one island needs to train alone."""
 
@@ -165,6 +186,12 @@ class IslandConfig(Section):
     parallel: ParallelSection = ParallelSection()
     optimizer: Annotated[OptimizerSection, Plugin("islands.optimizers", "adamw")]
     train: TrainSection
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    @property
+    def checkpoint_root(self) -> Path:
+        """Where the checkpoints of the run lie."""
+        return Path(self.checkpoint.dir or Path(self.run.dir) / "checkpoints")
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> "IslandConfig":
