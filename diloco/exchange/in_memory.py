@@ -124,7 +124,8 @@ class InMemoryExchange:
     def launch(self, fragment: int, work: Work) -> None:
         """See :class:`diloco.exchange.base.Exchange`. Says at once if there is nothing finite to offer."""
         started, state = time.monotonic(), self._state.fragments[fragment]
-        own = encode_contribution(state, self._wire.choose(state.codec).contribution, work.position, self._decay)
+        codec = self._wire.choose(state.codec).contribution
+        own = encode_contribution(state, codec, work.position, self._decay, work.resumed)
         seconds = time.monotonic() - started
         with self._hub.condition:
             meeting = self._hub.open_round(fragment, state.height)
@@ -140,6 +141,10 @@ class InMemoryExchange:
         """See :class:`diloco.exchange.base.Exchange`."""
         with self._hub.condition:
             return self._is_complete(self._launched[fragment].round)
+
+    def peek(self, fragment: int) -> RoundOutcome | None:
+        """See :class:`diloco.exchange.base.Exchange`. A round ends here when its outcome is taken."""
+        return None
 
     def outcome(self, fragment: int) -> RoundOutcome:
         """See :class:`diloco.exchange.base.Exchange`."""

@@ -124,6 +124,11 @@ class HivemindExchange:
         with self._changed:
             return fragment in self._outcomes
 
+    def peek(self, fragment: int) -> RoundOutcome | None:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        with self._changed:
+            return self._outcomes.get(fragment)
+
     def outcome(self, fragment: int) -> RoundOutcome:
         """See :class:`diloco.exchange.base.Exchange`."""
         with self._changed:
