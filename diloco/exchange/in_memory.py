@@ -228,7 +228,7 @@ def _chunks(numel: int) -> list[slice]:
     return [chunk_slice(numel, index) for index in range(num_chunks(numel))]
 
 
-def build(config: RunConfig, state: OuterState, schema: str) -> InMemoryExchange:
+def build(config: RunConfig, state: OuterState, schema: str, prefers: int = -1) -> InMemoryExchange:
     """An exchange for a run with one island: every round is its own mean.
 
     Raises:
@@ -239,7 +239,7 @@ def build(config: RunConfig, state: OuterState, schema: str) -> InMemoryExchange
             f"exchange.type=in_memory joins the islands of one process, and swarm.islands={config.swarm.islands}; "
             "use exchange.type=hivemind between processes"
         )
-    slot, exchange = max(config.swarm.slot, 0), config.exchange
+    slot, exchange = config.swarm.slot if config.swarm.slot >= 0 else max(prefers, 0), config.exchange
     hub = Hub(1)
     hub.expected = {slot}
     decay = config.outer.residual_decay
