@@ -24,8 +24,8 @@ _EXIT_TOO_LATE = 1
 _WISH, _STOP_AT = "stopping/wish", "stopping/at"
 
 
-class Stopped(Exception):
-    """Asked to stop before there was anything to save: the process should leave, with exit code 0."""
+class Stopped(SystemExit):
+    """Asked to stop before there was anything to save: the process leaves, with exit code 0, which needs no one to catch this."""
 
 
 class StopAgreement:
@@ -108,13 +108,13 @@ class Stopping:
         return self._agreement.reached(step)
 
     def raise_if_asked(self) -> None:
-        """For rank 0 while it waits for others, before training began; it then has to tell the other ranks of its island.
+        """For rank 0 while it waits for other islands, before training began; it then has to tell the other ranks of its own.
 
         Raises:
             Stopped: a rank was asked to stop.
         """
         if self._asked.is_set() or self._agreement.wished():
-            raise Stopped("stopped before training began, so there was nothing to save")
+            raise Stopped
 
     def _listen(self) -> None:
         """The thread: signal numbers come from the interpreter, whatever the main thread does."""
