@@ -22,23 +22,29 @@ def launch_command(arguments: Sequence[str]) -> int:
     parser = _parser(
         "launch",
         "Start all islands of a run on this machine, each under torchrun, and watch them until all are done. "
-        "Everything is checked before the first process starts. Ctrl-C ends all of them. An earlier run in run.dir is "
-        "moved aside.",
+        "Everything is checked before the first process starts. Ctrl-C (or SIGTERM) has them write a last checkpoint and "
+        "stop; the same command goes on from there. A second Ctrl-C ends them at once. A run in run.dir that is finished, "
+        "or has no checkpoint, is moved aside.",
         "examples:\n"
         "  diloco launch configs/quickstart.yaml\n"
         "  diloco launch configs/quickstart.yaml --islands 3 outer.sync_every=10 train.steps=100\n"
-        "  diloco launch configs/quickstart.yaml run.name=second run.device=cpu\n\n"
+        "  diloco launch configs/quickstart.yaml run.name=second run.device=cpu\n"
+        "  diloco launch configs/quickstart.yaml checkpoint.every=100 --max-restarts 3\n"
+        "  diloco launch configs/quickstart.yaml train.resume=never\n\n"
         "GPUs are divided among the islands if there is one for every rank; else all compute on the CPU.\n"
         "The run writes to run.dir (default runs/<run.name>): summary.json, report.png, island-<i>/log.txt, ...\n\n"
-        "exit code: 0 all islands are done; 2 the configuration can't be used; 130 interrupted; otherwise that of the\n"
-        "island that failed, after the end of its log.",
+        "exit code: 0 all islands are done, or have stopped as asked; 2 the configuration can't be used; 130 they were\n"
+        "ended at once; otherwise that of the island that failed, after the end of its log.",
     )
     _add_config(parser)
     parser.add_argument("--islands", type=int, metavar="N", help="how many islands; the same as swarm.islands=N")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="how often an island of which a rank died starts again (0)"
+    )
     chosen = parser.parse_intermixed_args(arguments)
     from diloco.launch import launch
 
-    return launch(chosen.config, chosen.overrides, chosen.islands)
+    return launch(chosen.config, chosen.overrides, chosen.islands, chosen.max_restarts)
 
 
 def status_command(arguments: Sequence[str]) -> int:
