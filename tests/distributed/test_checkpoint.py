@@ -1,6 +1,9 @@
 """A run that stops and goes on, on the same grid or another, is the run that never stopped. And a disk that fails stops nothing."""
 
+import contextlib
+import json
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +21,7 @@ from islands import resume
 from islands.checkpoint import Checkpointer
 from islands.checkpoint_part import CheckpointPart, Saved
 from islands.island import Island, build_island
+from islands.metrics import Metrics
 from islands.process import Process
 from islands.progress import Progress
 from islands.sharing import FirstRankSays
@@ -266,6 +270,23 @@ class Space:
 
 def _space(process: Process, folder: str, disk: str) -> dict[str, Any]:
     return trained(process, folder, 0, None, lambda part: [Space(Path(disk))], checkpoint=dict(every=2, dir=disk, keep=1))
+
+
+def test_rows_outlast_a_full_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics(small_disk / "island-0", 0, enabled=True)
+    with (small_disk / "log").open("w") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        with (small_disk / "filling").open("wb", buffering=0) as filling, contextlib.suppress(OSError):
+            while filling.write(bytes(4096)):
+                pass
+        for number in range(300):  # more than the room that the row's own file has
+            metrics.write("event", what="news", detail=f"{number} of 300")
+        (small_disk / "ballast").unlink()
+        metrics.write("event", what="news", detail="there is room")
+        metrics.close()
+    monkeypatch.undo()
+    rows = [json.loads(line) for line in (small_disk / "island-0/metrics.jsonl").read_text().splitlines()]
+    assert [row["detail"] for row in rows] == [*(f"{number} of 300" for number in range(300)), "there is room"]
 
 
 def test_a_full_disk_is_an_event_and_the_next_checkpoint_is_whole(ranks: RankPool, tmp_path: Path, small_disk: Path) -> None:
