@@ -11,7 +11,7 @@ from islands.process import Process
 
 def tensors_of(island: Island) -> dict[str, Tensor]:
     """What a checkpoint holds of model and inner optimizer on this rank, by key: the tensors themselves, not copies."""
-    tensors, state = {}, island.train_step.optimizer.state
+    tensors, state = {}, island.optimizer.state
     for name, parameter in named_parameters(island.model.parts).items():
         tensors[f"model.{name}"] = parameter.detach()
         for key, value in state.get(parameter, {}).items():

@@ -51,17 +51,9 @@ class CheckpointWriter:
         Raises:
             CheckpointFailed: nothing of it is left on the disk.
         """
-        hidden: Path | None = None
-
-        def start() -> Path | None:
-            nonlocal hidden
-            if self._rank == 0:
-                files.sweep(self._root, progress.slot)
-                hidden = files.start_folder(self._root, progress.step, progress.slot)
-            return hidden
-
+        folder = None
         try:
-            folder = self._together(start)[0]
+            folder = self._together(lambda: self._start(progress))[0]
             saved = self._on_each(collect)
             self._save(folder, tensors | saved.tensors)
             written: dict[str, dict[str, Any]] = {}
@@ -72,9 +64,15 @@ class CheckpointWriter:
             )
             return self._together(lambda: self._finish(folder, manifest))[0], manifest
         except BaseException:
-            if hidden:
-                files.discard(hidden)
+            if folder and self._rank == 0:
+                files.discard(folder)
             raise
+
+    def _start(self, progress: Progress) -> Path | None:
+        if self._rank:
+            return None
+        files.sweep(self._root, progress.slot)
+        return files.start_folder(self._root, progress.step, progress.slot)
 
     def _save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         writer = dcp.FileSystemWriter(folder, sync_files=True)

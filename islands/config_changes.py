@@ -27,6 +27,9 @@ _FIXED = {
 #: Of the model, how its sizes or first weights were given: what came of them is in the other keys, and in the checkpoint.
 _FREE = ("model.preset", "model.init_from")
 
+#: Where a process runs and what it meets there: other at each start, and not worth a word.
+_SILENT = ("train.resume", "swarm.slot", "swarm.listen", "swarm.announce", "swarm.initial_peers", "swarm.identity_file")
+
 _ABSENT = object()
 
 
@@ -53,7 +56,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     Keys of one only are no change: they belong to another type of plug-in, whose ``type`` differs then, or to another version.
     """
     old, new = dict(_flat(before)), dict(_flat(now))
-    different = [key for key in new if old.get(key, _ABSENT) not in (_ABSENT, new[key])]
+    different = [key for key in new if key not in _SILENT and old.get(key, _ABSENT) not in (_ABSENT, new[key])]
     return [Change(key, old[key], new[key], _harm(key, old[key], new[key])) for key in different]
 
 

@@ -66,6 +66,7 @@ class Island:
     grid: Grid
     mesh: IslandMesh
     model: ParallelModel
+    optimizer: torch.optim.Optimizer
     train_step: TrainStep
     evaluation: Evaluation
     corpus: Corpus
@@ -105,6 +106,7 @@ def build_island(config: IslandConfig, process: Process, corpus: Corpus) -> Isla
         grid,
         mesh,
         model,
+        optimizer,
         TrainStep(model, optimizer, data_group, config.optimizer.clip_norm, watchdog.enter),
         Evaluation(corpus.held_out, config.data.seq_len, train.eval_sequences, data_group, process.device),
         corpus,

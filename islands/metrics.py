@@ -1,11 +1,13 @@
 """What a run tells: rows in metrics.jsonl, lines on the console, TensorBoard."""
 
+import contextlib
+import errno
 import itertools
 import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 from islands.config_file import ConfigError
 
@@ -29,7 +31,7 @@ class Metrics:
         path = folder / "metrics.jsonl"
         if path.exists():
             path.rename(_unused(folder, "metrics", ".jsonl"))
-        self._file = path.open("x", buffering=1)  # a reader sees whole lines
+        self._file, self._unwritten = path.open("xb", buffering=0), b""  # a reader sees whole lines
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a row and, for the person who watches, a line."""
@@ -37,12 +39,18 @@ class Metrics:
             return
         row = {"kind": kind, "island": self._island, "time": time.time(), **values}
         finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._show(kind, values)
+        self._unwritten += (json.dumps(finite, allow_nan=False) + "\n").encode()
+        self._flush()
+        with _full_disk_borne():  # the console may be a file
+            self._show(kind, values)
         if self._board and "step" in values:
             for name, value in values.items():
                 if isinstance(value, (int, float)) and name != "step":
                     self._board.add_scalar(f"{kind}/{name}", value, values["step"])
+
+    def _flush(self) -> None:
+        with _full_disk_borne():  # what is left is written when there is room
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _show(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "step":
@@ -56,9 +64,20 @@ class Metrics:
     def close(self) -> None:
         """Flush everything to disk."""
         if self._file:
+            self._flush()
             self._file.close()
         if self._board:
             self._board.close()
+
+
+@contextlib.contextmanager
+def _full_disk_borne() -> Iterator[None]:
+    """A full disk is no reason to stop training; a checkpoint that did not fit goes, and then there is room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def _unused(folder: Path, stem: str, suffix: str) -> Path:

@@ -175,7 +175,7 @@ def load(island: Island, chosen: Chosen, extra: dict[str, Tensor] | None = None)
         raise RuntimeError(f"{chosen.folder} can't be read: {error}") from error
     for name, values in state.items():
         if values:
-            island.train_step.optimizer.state[parameters[name]] = values
+            island.optimizer.state[parameters[name]] = values
     set_random_states(island.process, generators)
     return Progress(**chosen.manifest.progress)
 
