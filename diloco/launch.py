@@ -20,7 +20,7 @@ from diloco.launch_plan import LaunchPlan, founder_port, host_and_port, make_pla
 from diloco.launch_processes import LAUNCH_MARK, POLL_SECONDS, StopRequest, end_all, start_process
 from diloco.live_view import IslandProgress, View, make_view
 from diloco.report import print_summary, write_report
-from diloco.run_files import LineTail, RowTail, island_dir, log_file, metrics_file, set_aside
+from diloco.run_files import LineTail, RowTail, island_dir, lock_run_dir, log_file, metrics_file, set_aside
 
 LOG_LINES_AFTER_FAILURE = 20
 GRACE_MARGIN_SECONDS = 10.0  # on top of checkpoint.grace: for what is left when a rank has stopped
@@ -100,13 +100,19 @@ def launch(
     """
     plan = make_plan(config_file, overrides, islands, max_restarts)
     port = founder_port(plan.config.swarm)
-    beginning = begin(plan.config)
-    print(*beginning.told, sep="\n", end="\n" if beginning.told else "", flush=True)
+    with lock_run_dir(plan.run_dir) as lock:
+        beginning = begin(plan.config)
+        for line in beginning.told:
+            print(line, flush=True)
+        return _run(replace(plan, overrides=plan.overrides + beginning.overrides), command, port, lock.fileno())
+
+
+def _run(plan: LaunchPlan, command: IslandCommand, port: int, lock: int) -> int:
     mark = uuid.uuid4().hex
     started: list[_Island] = []
     with _Wishes() as wishes, make_view(plan.title) as view:
         try:
-            for island in _start_islands(replace(plan, overrides=plan.overrides + beginning.overrides), port, mark, command):
+            for island in _start_islands(plan, command, port, mark, lock):
                 started.append(island)
             ending = _watch(plan, started, view, wishes)
         finally:
@@ -115,7 +121,7 @@ def launch(
     return _tell_ending(plan, ending)
 
 
-def _start_islands(plan: LaunchPlan, port: int, mark: str, command: IslandCommand) -> Iterator[_Island]:
+def _start_islands(plan: LaunchPlan, command: IslandCommand, port: int, mark: str, lock: int) -> Iterator[_Island]:
     swarm, run_dir = plan.config.swarm, plan.run_dir.resolve()
     for number in range(swarm.islands):
         island_dir(run_dir, number).mkdir(exist_ok=True)
@@ -136,7 +142,7 @@ def _start_islands(plan: LaunchPlan, port: int, mark: str, command: IslandComman
         rows, log = RowTail(metrics_file(run_dir, number)), log_file(run_dir, number)
         rows.read()  # those of an earlier process, if the run goes on
         set_aside(log)
-        process = start_process(command(plan, overrides), log, {**plan.environment(number), LAUNCH_MARK: mark})
+        process = start_process(command(plan, overrides), log, {**plan.environment(number), LAUNCH_MARK: mark}, lock)
         yield _Island(number, process, IslandProgress(number, plan.config.train.steps), LineTail(log), rows)
 
 
@@ -223,7 +229,7 @@ def _tell_ending(plan: LaunchPlan, ending: _Ending) -> int:
     if ending.kind == "interrupted":
         print(f"Interrupted: all islands are ended. What there is: diloco report {plan.run_dir}", file=sys.stderr)
         return INTERRUPTED
-    last, again = newest(plan.config.checkpoint_root), command_to_go_on(plan)
+    last, again = newest(plan.config), command_to_go_on(plan)
     reached = f"at step {last.progress['lr_step']} of {plan.config.train.steps}" if last else "before there was a checkpoint"
     print(f"Stopped {reached}. To go on: {shlex.join(again)}\nWhat there is: diloco report {plan.run_dir}")
     return 0

@@ -31,8 +31,12 @@ _TIED_TO_PARENT = (
 )
 
 
-def start_process(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Its output goes straight to a file: a slow terminal never slows an island, and its log outlives the launcher."""
+def start_process(command: list[str], log: Path, environment: dict[str, str], inherited: int) -> subprocess.Popen[bytes]:
+    """Its output goes straight to a file: a slow terminal never slows an island, and its log outlives the launcher.
+
+    Args:
+        inherited: file descriptor that it keeps open.
+    """
     if sys.platform == "linux":
         command = [sys.executable, "-S", "-c", _TIED_TO_PARENT, str(os.getpid()), *command]
     with log.open("wb") as output:
@@ -43,6 +47,7 @@ def start_process(command: list[str], log: Path, environment: dict[str, str]) ->
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
+            pass_fds=[inherited],
         )
 
 

@@ -26,7 +26,7 @@ STATE_STYLES: dict[State, str] = {
 }
 
 #: What the table need not tell in words, and the state in which it leaves an island. The launcher knows all addresses.
-QUIET_EVENTS: dict[str, State | None] = {"start": "joining", "address": None, "end": "done"}
+QUIET_EVENTS: dict[str, State | None] = {"start": "joining", "address": None, "end": "done", "stopped": "stopped"}
 
 PLAIN_PROGRESS_SECONDS = 10.0
 REFRESH_SECONDS = 0.25
