@@ -11,17 +11,21 @@ from typing import Callable
 
 from torch import Tensor
 
+from diloco import outer_checkpoint
 from diloco.adaptation import Pace
 from diloco.agenda import Agenda
 from diloco.config import OuterSection
 from diloco.eager import EagerStart
 from diloco.exchange.base import Exchange, RoundOutcome, Seat
 from diloco.flight import Flight, Logbook, What
+from diloco.outer_checkpoint import Copying, OuterCopy
+from diloco.outer_facts import OuterFacts
 from diloco.outer_state import FragmentState, OuterState
 from diloco.pace import Pacing
 from diloco.round_rows import write_round
 from diloco.schedule import Schedule, Standing, StepSchedule
 from diloco.uncounted import fate_of
+from islands.checkpoint_part import Saved
 from islands.metrics import Metrics
 from islands.parameter_mover import Incoming, ParameterMover
 from islands.process import Process
@@ -64,13 +68,12 @@ class OuterRound:
         self._several_ranks = process.world_size > 1
         self._by_steps = isinstance(schedule, StepSchedule)
         self._wait_seconds = round_seconds + _GRACE_SECONDS
-        self._resumed, self._lease = 0.0, (0, 0)  # when the inner step that comes next could begin; in which slot and epoch it is
-        self._log = Logbook.begin(schedule.num_fragments, position=0)
-        self._swarm_tokens = [0] * schedule.num_fragments
-        self._shares = [0.0] * schedule.num_fragments  # of this island in the mean that an eager start goes by; 0: there is none
+        self._stepping_since = 0.0  # when the inner step that comes next could begin
+        self._log = Logbook.begin(schedule.num_fragments, Seat(slot=0))
         self._pacing: Pacing | None = None
         self._agenda: Agenda | None = None
         self._eager: list[EagerStart] = []
+        self._copying: Copying | None = None
 
     def start(self, seat: Seat) -> Progress:
         """Make the model's parameters the first anchor, or, where the run is in progress, the anchor the parameters.
@@ -87,22 +90,67 @@ class OuterRound:
             self._mover.gather(index, _OWNER, state and state.anchor).result()
             if state:
                 state.initialize()
-        progress, self._lease = Progress(slot=seat.slot, position=seat.position), seat.lease
-        self._swarm_tokens = [seat.tokens] * count
-        self._log = Logbook.begin(count, seat.position)
+        progress, self._log = Progress(slot=seat.slot, position=seat.position), Logbook.begin(count, seat)
         _stand(progress, self._schedule.joined(seat.step, seat.tokens))
         if self._coordinator:
             self._begin(self._coordinator)
-        self._resumed = time.monotonic()
+        self._stepping_since = time.monotonic()
         return progress
+
+    def targets(self, facts: OuterFacts, seat: Seat) -> dict[str, Tensor]:
+        """Where those tensors of a checkpoint belong that :meth:`go_on` needs; they are rank 0's affair."""
+        if not self._coordinator:
+            return {}
+        fragments, state = self._mover.fragments, self._coordinator.state
+        if seat.late:
+            return outer_checkpoint.residual_targets(facts, fragments, state, seat)
+        if seat.slot != facts.slot:
+            return outer_checkpoint.agreed_targets(fragments, state)
+        self._eager = self._eager_starts(state)
+        return outer_checkpoint.targets(facts, fragments, state, self._eager)
+
+    def go_on(self, facts: OuterFacts, seat: Seat, progress: Progress) -> Progress:
+        """Begin where a checkpoint left off: its tensors are in :meth:`targets` and in the model.
+
+        In a swarm that went on meanwhile, or in another slot, only the anchor can be gone on from.
+
+        Returns:
+            Where in the run this island begins.
+        """
+        if self._coordinator and not seat.late:
+            outer_checkpoint.settle(facts, self._coordinator.state)
+        if seat.late or seat.slot != facts.slot:
+            if self._coordinator and seat.slot != facts.slot:
+                for fragment in self._coordinator.state.fragments:
+                    fragment.forget_residual()
+            return self.start(seat if seat.late else outer_checkpoint.seat_of(facts, seat))
+        self._log = facts.logbook(seat.lease)
+        if self._coordinator:
+            self._begin(self._coordinator)
+            for flight in self._log.flights.values():
+                if flight.outcome is None:
+                    self._coordinator.exchange.launch(flight.fragment, flight.work)
+        self._stepping_since = time.monotonic()
+        return progress
+
+    def snapshot(self) -> Callable[[], Saved]:
+        """See :class:`~islands.checkpoint_part.CheckpointPart`."""
+        if not self._coordinator:
+            return Saved
+        exchange, state = self._coordinator.exchange, self._coordinator.state
+        copy = OuterCopy(self._log, self._mover.fragments, state, exchange, self._eager)
+        self._copying = copy.copying
+        return copy.collect
+
+    def _eager_starts(self, state: OuterState) -> list[EagerStart]:
+        return [EagerStart(fragment) for fragment in state.fragments] if self._section.overlap == "eager" else []
 
     def _begin(self, coordinator: Coordinator) -> None:
         """What rank 0 does alone at the start."""
         exchange, state = coordinator.exchange, coordinator.state
         self._pacing = Pacing(self._section, state)
         self._agenda = Agenda(self._schedule, self._section, exchange, self._pacing, brings_early=self._several_ranks)
-        if self._section.overlap == "eager":
-            self._eager = [EagerStart(fragment) for fragment in state.fragments]
+        self._eager = self._eager or self._eager_starts(state)
         exchange.started()
 
     def after_step(self, progress: Progress, tokens: int) -> float:
@@ -113,8 +161,8 @@ class OuterRound:
             work.tokens += tokens
         _stand(progress, self._schedule.stepped(_standing(progress)))
         if self._coordinator:
-            self._coordinator.exchange.progress(progress.step, tokens / (started - self._resumed))
-            self._pacing.stepped(started - self._resumed)
+            self._coordinator.exchange.progress(progress.step, tokens / (started - self._stepping_since))
+            self._pacing.stepped(started - self._stepping_since)
         while self._acts(progress):
             pass
         if self._ends(progress):
@@ -122,8 +170,8 @@ class OuterRound:
         if self._coordinator:
             for event in self._coordinator.exchange.events():
                 self._metrics.write("event", what=event.what, detail=event.detail)
-        self._resumed = time.monotonic()
-        return self._resumed - started
+        self._stepping_since = time.monotonic()
+        return self._stepping_since - started
 
     def _acts(self, progress: Progress) -> bool:
         """Do what rank 0 says. Returns whether that may have given rise to more."""
@@ -143,10 +191,14 @@ class OuterRound:
 
     def _launch(self, fragment: int, progress: Progress) -> None:
         pace = self._pacing.take(fragment) if self._pacing else Pace()
-        work = self._log.work[fragment].offer(progress.position, progress.step, pace, self._lease)
+        work = self._log.work[fragment].offer(progress.position, progress.step, pace, self._log.lease)
         flight = Flight(fragment, self._mover.numel(fragment), work, self._log.inner_step, progress.slot)
         self._log.flights[fragment], self._log.launched_at[fragment] = flight, self._log.inner_step
         state = self._state(fragment)
+        if state:
+            if self._copying:
+                self._copying.wait(fragment)
+            state.takes_parameters()
 
         def offer() -> None:
             flight.gather_seconds = flight.age
@@ -163,11 +215,11 @@ class OuterRound:
 
     def _go_on_eagerly(self, fragment: int, ends: bool) -> None:
         """Offer what was done in the period that ends here, and begin the next where the anchor will probably be."""
-        share, self._shares[fragment] = self._shares[fragment], 0.0
+        share, self._log.shares[fragment] = self._log.shares[fragment], 0.0
         if self._eager:
             self._eager[fragment].offer(share)
         if share and not ends:
-            source = self._eager[fragment].start if self._eager else None
+            source = self._eager[fragment].base if self._eager else None
             self._mover.scatter(fragment, _OWNER, source).apply()
 
     # -- landing -------------------------------------------------------------------------------------------------------
@@ -175,6 +227,7 @@ class OuterRound:
     def _land(self, outcome: RoundOutcome, progress: Progress) -> None:
         """Let progress and parameters follow an outcome."""
         began, flight, taken = time.monotonic(), self._log.flights.pop(outcome.fragment), progress.position
+        flight.outcome = outcome
         if flight.void:
             self._over(flight, outcome, progress)
             return
@@ -220,20 +273,20 @@ class OuterRound:
     def _follow(self, outcome: RoundOutcome, flight: Flight, progress: Progress) -> None:
         """Go on where the swarm is: in time, and in the slot's data."""
         if seat := outcome.seat:
-            progress.slot, progress.position, self._lease = seat.slot, seat.position, seat.lease
-            self._swarm_tokens = [seat.tokens] * len(self._swarm_tokens)
+            progress.slot, progress.position, self._log.lease = seat.slot, seat.position, seat.lease
+            self._log.tokens = [seat.tokens] * len(self._log.tokens)
             self._log.finished.clear()
             _stand(progress, self._schedule.joined(seat.step, seat.tokens))
         elif outcome.kind != "skipped":
             progress.position = max(progress.position, outcome.position)
-            self._swarm_tokens[outcome.fragment] = outcome.tokens
+            self._log.tokens[outcome.fragment] = outcome.tokens
             if self._by_steps and outcome.step >= self._schedule.steps:
                 self._log.finished.add(outcome.fragment)
             step = outcome.step
             if outcome.kind == "committed" and step:  # the members were there when they launched, and went on like this one
                 step = max(progress.step, step + self._log.inner_step - flight.inner_step)
             finished = not self._by_steps or len(self._log.finished) == self._schedule.num_fragments
-            _stand(progress, self._schedule.landed(_standing(progress), step, min(self._swarm_tokens), finished))
+            _stand(progress, self._schedule.landed(_standing(progress), step, min(self._log.tokens), finished))
 
     def _no_other_follows(self, flight: Flight) -> bool:
         return not self._by_steps or flight.fragment in self._log.finished or flight.inner_step == self._log.inner_step
@@ -241,7 +294,7 @@ class OuterRound:
     def _merge(self, flight: Flight, outcome: RoundOutcome, last: bool) -> None:
         """The island's work has counted: let its parameters meet the anchor."""
         if self._section.overlap == "eager" and not last:
-            self._shares[flight.fragment] = outcome.share(flight.slot)
+            self._log.shares[flight.fragment] = outcome.share(flight.slot)
             return
         self._bring(flight, "anchor")
         alpha = 0.0 if last else self._section.merge_alpha
@@ -270,7 +323,7 @@ class OuterRound:
         self._restart_eagerly(fragment, EagerStart.restart)
 
     def _restart_eagerly(self, fragment: int, how: Callable[[EagerStart], None]) -> None:
-        self._shares[fragment] = 0.0
+        self._log.shares[fragment] = 0.0
         if self._eager:
             how(self._eager[fragment])
 

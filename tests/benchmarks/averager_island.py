@@ -131,7 +131,7 @@ class AveragerExchange:
 
 def main() -> None:
     """Put it in the place of the exchange, and run diloco."""
-    ours.build = lambda config, state, schema: AveragerExchange(config, state)
+    ours.build = lambda config, state, schema, prefers: AveragerExchange(config, state)
     faulty_island.pad_steps(float(os.environ.get("TEST_STEP_SECONDS", "0")))
     sys.exit(diloco_main.run())
 

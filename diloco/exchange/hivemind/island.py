@@ -144,6 +144,7 @@ class _Island:
             run=self._config.run.name,
             settings=self._door.settings,
             slot=-1 if self._start.any_slot else swarm.slot,
+            prefers=self._start.prefers,
             addresses=addresses[: messages.MAX_ADDRESSES],
             ticket=self._start.ticket,
         )
