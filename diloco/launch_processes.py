@@ -80,10 +80,9 @@ def end_all(processes: Iterable[subprocess.Popen[bytes]], mark: str, at_once: Ca
         at_once: asked now and then; True cuts the wait.
     """
     processes = list(processes)
-    if not at_once():
-        for process in processes:
-            if process.poll() is None:
-                _signal_group(process.pid, signal.SIGTERM)
+    if not at_once():  # an island ends those that it started, as long as it lives
+        for process_id in [process.pid for process in processes if process.poll() is None] or _left(processes, mark):
+            _signal_group(process_id, signal.SIGTERM)
     deadline = time.monotonic() + STOP_SECONDS
     while not at_once() and _left(processes, mark) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 2)
