@@ -8,6 +8,7 @@ from diloco.config import RunConfig, SwarmSection
 from diloco.exchange.base import Exchange, JoinError, Seat
 from diloco.from_config import make_fragments, make_layout, make_schedule
 from diloco.outer_facts import OuterFacts
+from diloco.outer_resume import OuterResume
 from diloco.outer_round import Coordinator, OuterRound
 from diloco.outer_state import OuterState
 from diloco.report import write_report
@@ -75,13 +76,15 @@ def run_island(config: RunConfig) -> None:
             config.exchange.round_deadline + _STAGING_SECONDS * sum(fragment.numel for fragment in fragments),
         )
         if chosen:
-            progress = _go_on(island, chosen, outer_round, seat)
+            progress = _go_on(island, chosen, outer_round, seat, fragments, coordinator and coordinator.state)
             metrics.write("event", what="resumed", detail=chosen.event)
         else:
             progress = outer_round.start(seat)
         batches = island.batches(config.swarm.max_slots)
         with Checkpointer(island, metrics, outer_round, saved=progress if chosen and not seat.late else None) as checkpointer:
             ended = train(island, batches, metrics, [outer_round], progress, checkpointer, stopping)
+        if coordinator and not ended:
+            coordinator.exchange.close(hurry=True)  # a grace is running
         what, detail = ("end", "all steps done") if ended else ("stopped", f"on request after step {progress.step}")
         metrics.write("event", what=what, detail=detail)
     if is_first_rank():
@@ -99,10 +102,13 @@ def _choose(config: RunConfig) -> Chosen | None:
     return chosen
 
 
-def _go_on(island: Island, chosen: Chosen, outer_round: OuterRound, seat: Seat) -> Progress:
-    facts, stored = OuterFacts.from_json(chosen.manifest.facts), resume.stored_names(chosen)
-    targets = {name: target for name, target in outer_round.targets(facts, seat).items() if name in stored}
-    return outer_round.go_on(facts, seat, resume.load(island, chosen, targets))
+def _go_on(
+    island: Island, chosen: Chosen, outer_round: OuterRound, seat: Seat, fragments: list[Fragment], state: OuterState | None
+) -> Progress:
+    outer = OuterResume(OuterFacts.from_json(chosen.manifest.facts), seat, outer_round, fragments, state)
+    stored = resume.stored_names(chosen)
+    targets = {name: target for name, target in outer.targets().items() if name in stored}  # error feedback may be new
+    return outer.go_on(resume.load(island, chosen, targets))
 
 
 def _coordinator(config: RunConfig, fragments: list[Fragment], schema: str, prefers: int) -> Coordinator:

@@ -1,15 +1,14 @@
-"""The outer loop's part of a checkpoint: how it gets in while rounds are in flight, and how an island goes on from it."""
+"""The outer loop's part of a checkpoint: how it gets in while rounds are in flight."""
 
 import threading
 import time
 from dataclasses import replace
 from typing import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from diloco.eager import EagerStart
-from diloco.exchange.base import Exchange, RoundOutcome, Seat
+from diloco.exchange.base import Exchange, RoundOutcome
 from diloco.flight import Flight, Logbook
 from diloco.outer_facts import FlightFacts, FragmentFacts, LogFacts, OuterFacts
 from diloco.outer_state import FragmentState, OuterState
@@ -52,7 +51,9 @@ class Copying:
 class OuterCopy:
     """On rank 0: what a checkpoint holds of the outer loop, taken between two inner steps and collected while training goes on."""
 
-    def __init__(self, log: Logbook, fragments: list[Fragment], state: OuterState, exchange: Exchange, eager: list[EagerStart]):
+    def __init__(
+        self, log: Logbook, fragments: list[Fragment], state: OuterState, exchange: Exchange, eager: list[EagerStart]
+    ) -> None:
         self._log, self._fragments, self._state, self._exchange = LogFacts.of(log), fragments, state, exchange
         self._flights = [flight for flight in log.flights.values() if not flight.void]
         self._eager = [(start.base.clone(), start.offered.clone()) for start in eager]  # the next step may change them
@@ -138,14 +139,15 @@ def _copy_agreed(state: FragmentState, found: dict[str, Tensor]) -> FragmentFact
     for _ in range(_MOST_TRIES):
         version = state.version
         facts = FragmentFacts(state.height, state.lineage, state.digest, state.ledger, state.offered)
-        copies = {what: flat.clone() for what, flat in _agreed(state)}
+        copies = {what: flat.clone() for what, flat in agreed(state)}
         if state.version == version:
             found |= copies
             return facts
     raise NotCopied(f"fragment {state.index} was committed {_MOST_TRIES} times while it was being copied")
 
 
-def _agreed(state: FragmentState) -> Iterator[tuple[str, Tensor]]:
+def agreed(state: FragmentState) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds of every fragment: names and flat tensors."""
     yield "anchor", state.anchor
     yield from ((f"optimizer.{name}", flat) for name, flat in state.optimizer_state.items())
     if state.residual is not None:
@@ -157,76 +159,3 @@ def named(fragment: Fragment, prefix: str, flat: Tensor) -> dict[str, Tensor]:
     sizes = [parameter.numel for parameter in fragment.parameters]
     parts = zip(fragment.parameters, flat.split(sizes), strict=True)
     return {f"{prefix}.{parameter.name}": part.view(parameter.shape) for parameter, part in parts}
-
-
-# -- going on ----------------------------------------------------------------------------------------------------------
-
-
-def targets(
-    facts: OuterFacts, fragments: list[Fragment], state: OuterState, eager: list[EagerStart]
-) -> dict[str, Tensor]:
-    """Where all of the checkpoint's tensors belong in an island that goes on exactly where it was."""
-    found: dict[str, Tensor] = agreed_targets(fragments, state)
-    outcomes = {flight.fragment: flight.outcome for flight in facts.flights}
-    for fragment, part in zip(fragments, state.fragments, strict=True):
-        if part.index not in outcomes:
-            continue
-        if outcomes[part.index] is None:
-            found |= named(fragment, "outer.contribution", part.local)
-            continue
-        found |= named(fragment, "outer.previous_anchor", part.previous_anchor)
-        if part.mean is not None:
-            found |= named(fragment, "outer.mean", part.mean)
-    for fragment, start in zip(fragments, eager):
-        found |= named(fragment, "outer.eager_base", start.base) | named(fragment, "outer.eager_offered", start.offered)
-    return found
-
-
-def agreed_targets(fragments: list[Fragment], state: OuterState) -> dict[str, Tensor]:
-    """Those of the agreed state and of the residuals alone."""
-    found: dict[str, Tensor] = {}
-    for fragment, part in zip(fragments, state.fragments, strict=True):
-        for what, flat in _agreed(part):
-            found |= named(fragment, f"outer.{what}", flat)
-    return found
-
-
-def residual_targets(facts: OuterFacts, fragments: list[Fragment], state: OuterState, seat: Seat) -> dict[str, Tensor]:
-    """Of an island that took over the swarm's state: where that has counted no more of this island than the checkpoint had,
-    what its encodings lost is still to come."""
-    found: dict[str, Tensor] = {}
-    for fragment, part, before in zip(fragments, state.fragments, facts.fragments, strict=True):
-        same = seat.slot == facts.slot and part.ledger.positions[seat.slot] == before.ledger.positions[facts.slot]
-        if same and part.residual is not None:
-            found |= named(fragment, "outer.residual", part.residual)
-    return found
-
-
-def settle(facts: OuterFacts, state: OuterState) -> None:
-    """The tensors are there: make them the agreed state.
-
-    Raises:
-        RuntimeError: they are not what the islands had agreed on.
-    """
-    for part, before in zip(state.fragments, facts.fragments, strict=True):
-        digest = part.resume(before.height, before.lineage, before.ledger, before.offered)
-        if digest != before.digest:
-            raise RuntimeError(
-                f"fragment {part.index} of the checkpoint has digest {digest[:12]}, and the islands agreed on {before.digest[:12]} "
-                "at that round; resume from another checkpoint"
-            )
-    for flight in facts.flights:
-        if flight.outcome is None and flight.norm is not None:
-            state.fragments[flight.fragment].contributes(flight.norm)
-
-
-def seat_of(facts: OuterFacts, seat: Seat) -> Seat:
-    """Of an island that goes on from what was agreed, in another slot than the one in which its own work was done."""
-    ledgers = [fragment.ledger for fragment in facts.fragments]
-    return replace(
-        seat,
-        position=max(ledger.positions[seat.slot] for ledger in ledgers),
-        step=max(ledger.step for ledger in ledgers),
-        tokens=max(ledger.tokens for ledger in ledgers),
-        late=True,
-    )

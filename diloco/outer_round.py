@@ -11,7 +11,6 @@ from typing import Callable
 
 from torch import Tensor
 
-from diloco import outer_checkpoint
 from diloco.adaptation import Pace
 from diloco.agenda import Agenda
 from diloco.config import OuterSection
@@ -19,7 +18,6 @@ from diloco.eager import EagerStart
 from diloco.exchange.base import Exchange, RoundOutcome, Seat
 from diloco.flight import Flight, Logbook, What
 from diloco.outer_checkpoint import Copying, OuterCopy
-from diloco.outer_facts import OuterFacts
 from diloco.outer_state import FragmentState, OuterState
 from diloco.pace import Pacing
 from diloco.round_rows import write_round
@@ -97,60 +95,45 @@ class OuterRound:
         self._stepping_since = time.monotonic()
         return progress
 
-    def targets(self, facts: OuterFacts, seat: Seat) -> dict[str, Tensor]:
-        """Where those tensors of a checkpoint belong that :meth:`go_on` needs; they are rank 0's affair."""
-        if not self._coordinator:
-            return {}
-        fragments, state = self._mover.fragments, self._coordinator.state
-        if seat.late:
-            return outer_checkpoint.residual_targets(facts, fragments, state, seat)
-        if seat.slot != facts.slot:
-            return outer_checkpoint.agreed_targets(fragments, state)
-        self._eager = self._eager_starts(state)
-        return outer_checkpoint.targets(facts, fragments, state, self._eager)
+    def go_on(self, log: Logbook, progress: Progress) -> Progress:
+        """Begin where an earlier process left off: outer state, parameters and all else are as they were then.
 
-    def go_on(self, facts: OuterFacts, seat: Seat, progress: Progress) -> Progress:
-        """Begin where a checkpoint left off: its tensors are in :meth:`targets` and in the model.
-
-        In a swarm that went on meanwhile, or in another slot, only the anchor can be gone on from.
+        Args:
+            log: its flights without an outcome are launched again.
 
         Returns:
-            Where in the run this island begins.
+            ``progress``, where in the run that is.
         """
-        if self._coordinator and not seat.late:
-            outer_checkpoint.settle(facts, self._coordinator.state)
-        if seat.late or seat.slot != facts.slot:
-            if self._coordinator and seat.slot != facts.slot:
-                for fragment in self._coordinator.state.fragments:
-                    fragment.forget_residual()
-            return self.start(seat if seat.late else outer_checkpoint.seat_of(facts, seat))
-        self._log = facts.logbook(seat.lease)
+        self._log = log
         if self._coordinator:
             self._begin(self._coordinator)
-            for flight in self._log.flights.values():
+            for flight in log.flights.values():
                 if flight.outcome is None:
                     self._coordinator.exchange.launch(flight.fragment, flight.work)
         self._stepping_since = time.monotonic()
         return progress
 
+    def make_eager_starts(self) -> list[EagerStart]:
+        """On rank 0, where rounds overlap eagerly: one for each fragment, kept, and returned to be filled."""
+        if self._coordinator and self._section.overlap == "eager":
+            self._eager = [EagerStart(fragment) for fragment in self._coordinator.state.fragments]
+        return self._eager
+
     def snapshot(self) -> Callable[[], Saved]:
         """See :class:`~islands.checkpoint_part.CheckpointPart`."""
         if not self._coordinator:
             return Saved
-        exchange, state = self._coordinator.exchange, self._coordinator.state
-        copy = OuterCopy(self._log, self._mover.fragments, state, exchange, self._eager)
+        fragments, coordinator = self._mover.fragments, self._coordinator
+        copy = OuterCopy(self._log, fragments, coordinator.state, coordinator.exchange, self._eager)
         self._copying = copy.copying
         return copy.collect
-
-    def _eager_starts(self, state: OuterState) -> list[EagerStart]:
-        return [EagerStart(fragment) for fragment in state.fragments] if self._section.overlap == "eager" else []
 
     def _begin(self, coordinator: Coordinator) -> None:
         """What rank 0 does alone at the start."""
         exchange, state = coordinator.exchange, coordinator.state
         self._pacing = Pacing(self._section, state)
         self._agenda = Agenda(self._schedule, self._section, exchange, self._pacing, brings_early=self._several_ranks)
-        self._eager = self._eager or self._eager_starts(state)
+        self._eager = self._eager or self.make_eager_starts()
         exchange.started()
 
     def after_step(self, progress: Progress, tokens: int) -> float:

@@ -180,5 +180,9 @@ class Exchange(Protocol):
     def events(self) -> list[ExchangeEvent]:
         """What happened since the last call."""
 
-    def close(self) -> None:
-        """Tell the others that this island leaves, and end every process that was started. May be called twice."""
+    def close(self, hurry: bool = False) -> None:
+        """Tell the others that this island leaves, and end every process that was started. May be called twice.
+
+        Args:
+            hurry: within seconds; else an exchange may wait for members that need something of this island.
+        """

@@ -181,7 +181,7 @@ class InMemoryExchange:
         """See :class:`diloco.exchange.base.Exchange`."""
         return []
 
-    def close(self) -> None:
+    def close(self, hurry: bool = False) -> None:
         """See :class:`diloco.exchange.base.Exchange`."""
         with self._hub.condition:
             self._hub.expected.discard(self._slot)

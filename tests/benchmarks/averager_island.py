@@ -125,7 +125,7 @@ class AveragerExchange:
         """None."""
         return []
 
-    def close(self) -> None:
+    def close(self, hurry: bool = False) -> None:
         """Its processes may live on after it, so whoever started them kills them."""
 
 

@@ -14,15 +14,18 @@ from torch import Tensor
 
 from diloco.exchange.base import Seat
 from diloco.exchange.in_memory import Hub, InMemoryExchange
-from diloco.from_config import make_wire
+from diloco.from_config import make_fragments, make_wire
 from diloco.outer_facts import OuterFacts
+from diloco.outer_resume import OuterResume
 from diloco.outer_round import OuterRound
 from diloco.outer_state import OuterState
 from islands.checkpoint_part import Saved
 from islands.initialize import named_parameters
-from islands.island import Island, build_island
+from islands.fragments import schema_of
+from islands.island import Island, build_island, meta_model
 from islands.process import Process
-from islands.train_loop import Progress, train
+from islands.progress import Progress
+from islands.train_loop import train
 
 ISLANDS, STEPS = 2, 12
 
@@ -54,7 +57,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def optimizer_of(island: Island) -> torch.optim.Optimizer:
-    return island.train_step._step._optimizer
+    return island.train_step._step.optimizer
 
 
 def moments(island: Island) -> dict[str, dict[str, Tensor]]:
@@ -117,9 +120,11 @@ def train_all(
         else:
             restore(island, before[number])
             facts = OuterFacts.from_json(json.loads(json.dumps(before[number].saved.facts, allow_nan=False)))
-            for name, target in hook.targets(facts, Seat(slot)).items():
+            fragments = make_fragments(config, schema_of(meta_model(config)))
+            resume = OuterResume(facts, Seat(slot), hook, fragments, states[0])
+            for name, target in resume.targets().items():
                 target.copy_(before[number].saved.tensors[name])
-            progress = hook.go_on(facts, Seat(slot), replace(before[number].progress))
+            progress = resume.go_on(replace(before[number].progress))
         keeper = Keeper(island, hook)
         train(island, island.batches(ISLANDS), metrics, [hook] if before else [hook, keeper], progress)
         results[number] = dict(

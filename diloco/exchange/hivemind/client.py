@@ -157,16 +157,17 @@ class HivemindExchange:
             events, self._events = self._events, []
         return events
 
-    def close(self) -> None:
+    def close(self, hurry: bool = False) -> None:
         """See :class:`diloco.exchange.base.Exchange`."""
         if os.getpid() != self._start.parent_pid:
             return  # a fork of the trainer ends, not the trainer
         with self._changed:
             self._closing = True
             if self._pipe:
-                self._send(ipc.Close())
+                self._send(ipc.Close(hurry))
             self._changed.notify_all()
-        self._keeper.join(_CLOSE_SECONDS + self._config.exchange.peer_timeout)  # it may be needed by those who are behind
+        # It may be needed by those who are behind.
+        self._keeper.join(_CLOSE_SECONDS + (0.0 if hurry else self._config.exchange.peer_timeout))
         with self._changed:
             if self._process:
                 self._process.kill()

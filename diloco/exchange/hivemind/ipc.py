@@ -50,7 +50,9 @@ class Started:
 
 @dataclass(frozen=True)
 class Close:
-    """Trainer to exchange: leave the swarm and end."""
+    """Trainer to exchange: leave the swarm and end; in a ``hurry``, without waiting for members that are behind."""
+
+    hurry: bool = False
 
 
 @dataclass(frozen=True)
