@@ -34,18 +34,16 @@ DYING = """
 import os, pathlib, signal, sys, time
 from islands import __main__ as island, train_step
 train = train_step.TrainStep.__call__
-done = 0
+done, checkpoint = 0, pathlib.Path(sys.argv.pop())
 def dies(self, *arguments):
     global done
     done += 1
     if done == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        while not pathlib.Path(sys.argv[-1]).exists():
+        while not checkpoint.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return train(self, *arguments)
 train_step.TrainStep.__call__ = dies
-sys.argv[-1:], checkpoint = [], sys.argv[-1]
-sys.argv.append("train.steps=12")
 sys.exit(island.main())
 """
 
@@ -108,7 +106,7 @@ def test_an_island_of_which_a_rank_died_goes_on_from_its_checkpoint(torchrun: To
     checkpoint = folder / "run" / "checkpoints" / "step-00000004" / "island-0"
     output, _ = torchrun.start("--max-restarts=1", str(script), str(folder / "config.yaml"), str(checkpoint)).communicate(timeout=100)
     assert torchrun.started[0].returncode == 0, output
-    assert "rank 1 is missing" in output or "resuming from" in output
+    assert "resuming from" in output
     (record,) = read_run(folder / "run")
     assert [each.events("resumed") != [] for each in record.incarnations] == [False, True]
     assert record.incarnations[1].events("resumed")[0]["detail"]["step"] == 4
