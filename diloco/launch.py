@@ -1,6 +1,7 @@
 """Starts all islands of a run on this machine, shows them, stops them cleanly, and ends every one of their processes."""
 
 import ipaddress
+import itertools
 import json
 import math
 import re
@@ -69,7 +70,8 @@ class _Island:
     def show_end(self, code: int, asked: bool) -> None:
         """Its first process ended; ``asked`` to, maybe."""
         self.ended = True
-        self.progress.state = "failed" if code else "stopped" if asked and not self.progress.finished else "done"
+        stopped = (asked or self.progress.state == "stopped") and not self.progress.finished
+        self.progress.state = "failed" if code else "stopped" if stopped else "done"
 
 
 @dataclass
@@ -241,9 +243,13 @@ def _tell_failure(plan: LaunchPlan, failed: _Island) -> int:
     first_failure = _FIRST_EXIT_CODE.search(printed)
     code = int(first_failure[1]) if first_failure else failed.process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    accounts = list(_TORCHRUN_ACCOUNT.finditer(printed))
-    said = printed[: accounts[-1].start()] if accounts else printed
-    lines = [line for line in said.splitlines() if not _TORCHRUN_ENDS.match(line)]
     print(f"\nIsland {failed.number} {how}, so all islands were ended. The end of {log}:", file=sys.stderr)
-    print("\n".join(f"  {line}" for line in lines[-LOG_LINES_AFTER_FAILURE:]), file=sys.stderr)
+    print("\n".join(f"  {line}" for line in _last_words(printed)[-LOG_LINES_AFTER_FAILURE:]), file=sys.stderr)
     return 128 - code if code < 0 else code
+
+
+def _last_words(printed: str) -> list[str]:
+    """What the ranks said when they ran for the last time, up to where torchrun ended them."""
+    attempts = [0, *(printed.index("\n", account.start()) + 1 for account in _TORCHRUN_ACCOUNT.finditer(printed))]
+    begun = attempts[-2] if len(attempts) > 1 else 0  # the account of the last one comes after it
+    return list(itertools.takewhile(lambda line: not _TORCHRUN_ENDS.match(line), printed[begun:].splitlines()))

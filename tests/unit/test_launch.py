@@ -18,7 +18,7 @@ from diloco import launch_plan
 from diloco.config import RunConfig
 from diloco.earlier_run import begin
 from diloco.identity import make_identity
-from diloco.launch import launch, torchrun_command
+from diloco.launch import _last_words, launch, torchrun_command
 from diloco.launch_plan import LaunchPlan, make_plan
 from diloco.run_files import lock_run_dir
 from islands import checkpoint_files
@@ -180,6 +180,15 @@ def test_the_rank_that_failed_is_told_and_not_how_torchrun_ended(tmp_path, capfd
     assert f"{told}, so all islands were ended" in printed.err and "  peer does not answer\n" in printed.err
     assert "Traceback" not in printed.err + printed.out
     assert "Traceback" in (tmp_path / "run" / "island-0" / "log.txt").read_text()
+
+
+def test_of_several_attempts_the_last_words_are_those_of_the_last():
+    warns = TORCHRUN_SAYS.splitlines()[0].replace("E1129", "W1129").replace("failed (exitcode: 2)", "Sending process 7 closing signal")
+    fails = TORCHRUN_SAYS.splitlines()[0]
+    first = ["in the first", warns, "a survivor of the first", fails]
+    assert _last_words("\n".join([*first, "in the second", warns, "a survivor", fails, "Traceback"])) == ["in the second"]
+    assert _last_words("\n".join([*first, "Traceback"])) == ["in the first"]
+    assert _last_words("no torchrun\nat all") == ["no torchrun", "at all"]
 
 
 def _start_launcher(tmp_path: Path, what: str, *overrides: str) -> subprocess.Popen[str]:
