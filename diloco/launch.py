@@ -31,7 +31,7 @@ INTERRUPTED = 130
 #: The lines in which torchrun tells how its ranks ended. Its account of the last time are pages that repeat what they said
 #: themselves, but for the exit code of the rank that failed first.
 _TORCHRUN_ENDS = re.compile(r"[WE]\d{4} \S+ \d+ \S*torch/distributed/elastic/multiprocessing/api\.py")
-_TORCHRUN_ACCOUNT = re.compile(rf"^{_TORCHRUN_ENDS.pattern}\S* failed \(exitcode", re.MULTILINE)
+_TORCHRUN_ACCOUNT = re.compile(rf"^{_TORCHRUN_ENDS.pattern}\S* failed \(exitcode.*\n?", re.MULTILINE)
 _FIRST_EXIT_CODE = re.compile(r"Root Cause.*?exitcode *: (-?\d+)", re.DOTALL)
 
 #: Makes the command of one island: (plan, overrides) -> argv.
@@ -63,7 +63,9 @@ class _Island:
             if not self.ending:
                 view.line(self.number, line)
         for row in self.rows.read():
-            self.ending = self.ending and row.get("what") != "start"  # torchrun started its ranks again
+            if row.get("what") == "start" and self.progress.begun:
+                self.ending = False
+                view.tell(f"island {self.number} begins again: one of its ranks had died")
             if notice := self.progress.apply(row):
                 view.notice(self.number, notice)
 
@@ -250,6 +252,6 @@ def _tell_failure(plan: LaunchPlan, failed: _Island) -> int:
 
 def _last_words(printed: str) -> list[str]:
     """What the ranks said when they ran for the last time, up to where torchrun ended them."""
-    attempts = [0, *(printed.index("\n", account.start()) + 1 for account in _TORCHRUN_ACCOUNT.finditer(printed))]
+    attempts = [0, *(account.end() for account in _TORCHRUN_ACCOUNT.finditer(printed))]
     begun = attempts[-2] if len(attempts) > 1 else 0  # the account of the last one comes after it
     return list(itertools.takewhile(lambda line: not _TORCHRUN_ENDS.match(line), printed[begun:].splitlines()))

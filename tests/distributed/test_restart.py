@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import pytest
+from rank_pool import RankPool
 
 from diloco.run_record import read_run
 from islands.checkpoint_files import find, verify
+from islands.process import Process
+from islands.stopping import StopAgreement
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
@@ -46,6 +49,18 @@ def dies(self, *arguments):
 train_step.TrainStep.__call__ = dies
 sys.exit(island.main())
 """
+
+
+def cost(process: Process) -> float:
+    """Seconds for which a step waits to learn whether to stop."""
+    agreement = StopAgreement(process)
+    started = time.monotonic()
+    assert not any(agreement.reached(step) for step in range(1000))
+    return (time.monotonic() - started) / 1000
+
+
+def test_asking_whether_to_stop_costs_a_step_less_than_half_a_millisecond(ranks: RankPool) -> None:
+    assert min(ranks.run(cost, 2)) < 5e-4
 
 
 class Torchrun:
