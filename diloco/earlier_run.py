@@ -27,13 +27,15 @@ class Beginning:
     overrides: tuple[str, ...] = ()
 
 
-def newest(root: Path) -> Manifest | None:
-    """Of the newest checkpoint below ``root`` that tells what it is; None without any."""
-    for folder in find(root):
+def newest(config: RunConfig) -> Manifest | None:
+    """Of the newest checkpoint of the run's islands that tells what it is; None without any."""
+    for folder in find(config.checkpoint_root):
         try:
-            return read_manifest(folder)
+            manifest = read_manifest(folder)
         except BadCheckpoint:
             continue  # the islands say so, when they choose
+        if manifest.slot < config.swarm.islands:
+            return manifest
     return None
 
 
@@ -44,23 +46,27 @@ def begin(config: RunConfig) -> Beginning:
         ConfigError: what lies there can't be gone on with, mixed with or moved.
     """
     run_dir, root, resume = Path(config.run.dir), config.checkpoint_root, config.train.resume
-    last = newest(root)
-    if resume == _AUTO and last and last.progress["lr_step"] < config.train.steps:
-        _refuse_harm(last, config)
-        keep_run_dir(run_dir)
-        reached = f"{last.progress['lr_step']} of {config.train.steps}"
-        return Beginning((f"going on from step {reached}, with the checkpoints in {root}; train.resume=never starts afresh",))
-    if resume not in (_AUTO, _NEVER) and not Path(resume).exists():
+    if resume == _AUTO and (last := newest(config)):
+        reached, steps = last.progress["lr_step"], config.train.steps
+        if reached < steps:
+            _refuse_harm(last, config)
+            keep_run_dir(run_dir)
+            return Beginning((f"going on from step {reached} of {steps}, from {root}; train.resume=never starts afresh",))
+        if not _is_within(root, run_dir):
+            raise ConfigError(
+                f"checkpoint.dir={root} has the checkpoints of a run that is at its end: step {reached}, of train.steps={steps}. Raise "
+                "train.steps to go on; set train.resume=never, or another checkpoint.dir, to start afresh"
+            )
+    source = None if resume in (_AUTO, _NEVER) else Path(resume).expanduser()
+    if source and not source.exists():
         raise ConfigError(f"train.resume={resume}: no such file or folder. Give auto, never, or the path of a checkpoint or a run")
-    if last and not _is_within(root, run_dir):
-        raise _mixed(config, last)
     moved = make_run_dir(run_dir)
     if moved is None:
         return Beginning()
     told = f"{run_dir} holds an earlier run, which is now {moved}"
-    if resume in (_AUTO, _NEVER) or not _is_within(Path(resume), run_dir):
+    if source is None or not _is_within(source, run_dir):
         return Beginning((told,))
-    source = moved / Path(resume).resolve().relative_to(run_dir.resolve())
+    source = moved / source.resolve().relative_to(run_dir.resolve())
     return Beginning((told, f"starting from {source}"), (f"train.resume={json.dumps(str(source))}",))
 
 
@@ -80,13 +86,6 @@ def _refuse_harm(last: Manifest, config: RunConfig) -> None:
             f"run.dir={config.run.dir} holds an unfinished run, at step {last.step}, of another configuration:\n{lines}\n"
             "Undo these changes to go on with it; or set train.resume=never to move it aside, or run.name to another name"
         )
-
-
-def _mixed(config: RunConfig, last: Manifest) -> ConfigError:
-    return ConfigError(
-        f"checkpoint.dir={config.checkpoint.dir} has checkpoints of an earlier run, up to step {last.step}, and those of a new one "
-        "would lie among them; name another folder, or move these away"
-    )
 
 
 def _is_within(path: Path, folder: Path) -> bool:

@@ -139,6 +139,6 @@ def _take_seat(exchange: Exchange | None, process: Process, join_seconds: float,
     else:
         while seat is None:
             seat = say(None, limit)
-    if isinstance(seat, Exception):
+    if isinstance(seat, BaseException):
         raise seat
     return seat

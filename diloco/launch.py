@@ -1,6 +1,7 @@
 """Starts all islands of a run on this machine, shows them, stops them cleanly, and ends every one of their processes."""
 
 import ipaddress
+import itertools
 import json
 import math
 import re
@@ -20,7 +21,7 @@ from diloco.launch_plan import LaunchPlan, founder_port, host_and_port, make_pla
 from diloco.launch_processes import LAUNCH_MARK, POLL_SECONDS, StopRequest, end_all, start_process
 from diloco.live_view import IslandProgress, View, make_view
 from diloco.report import print_summary, write_report
-from diloco.run_files import LineTail, RowTail, island_dir, log_file, metrics_file, set_aside
+from diloco.run_files import LineTail, RowTail, island_dir, lock_run_dir, log_file, metrics_file, set_aside
 
 LOG_LINES_AFTER_FAILURE = 20
 GRACE_MARGIN_SECONDS = 10.0  # on top of checkpoint.grace: for what is left when a rank has stopped
@@ -30,7 +31,7 @@ INTERRUPTED = 130
 #: The lines in which torchrun tells how its ranks ended. Its account of the last time are pages that repeat what they said
 #: themselves, but for the exit code of the rank that failed first.
 _TORCHRUN_ENDS = re.compile(r"[WE]\d{4} \S+ \d+ \S*torch/distributed/elastic/multiprocessing/api\.py")
-_TORCHRUN_ACCOUNT = re.compile(rf"^{_TORCHRUN_ENDS.pattern}\S* failed \(exitcode", re.MULTILINE)
+_TORCHRUN_ACCOUNT = re.compile(rf"^{_TORCHRUN_ENDS.pattern}\S* failed \(exitcode.*\n?", re.MULTILINE)
 _FIRST_EXIT_CODE = re.compile(r"Root Cause.*?exitcode *: (-?\d+)", re.DOTALL)
 
 #: Makes the command of one island: (plan, overrides) -> argv.
@@ -62,14 +63,17 @@ class _Island:
             if not self.ending:
                 view.line(self.number, line)
         for row in self.rows.read():
-            self.ending = self.ending and row.get("what") != "start"  # torchrun started its ranks again
+            if row.get("what") == "start" and self.progress.begun:
+                self.ending = False
+                view.tell(f"island {self.number} begins again: one of its ranks had died")
             if notice := self.progress.apply(row):
                 view.notice(self.number, notice)
 
     def show_end(self, code: int, asked: bool) -> None:
         """Its first process ended; ``asked`` to, maybe."""
         self.ended = True
-        self.progress.state = "failed" if code else "stopped" if asked and not self.progress.finished else "done"
+        stopped = (asked or self.progress.state == "stopped") and not self.progress.finished
+        self.progress.state = "failed" if code else "stopped" if stopped else "done"
 
 
 @dataclass
@@ -100,13 +104,19 @@ def launch(
     """
     plan = make_plan(config_file, overrides, islands, max_restarts)
     port = founder_port(plan.config.swarm)
-    beginning = begin(plan.config)
-    print(*beginning.told, sep="\n", end="\n" if beginning.told else "", flush=True)
+    with lock_run_dir(plan.run_dir) as lock:
+        beginning = begin(plan.config)
+        for line in beginning.told:
+            print(line, flush=True)
+        return _run(replace(plan, overrides=plan.overrides + beginning.overrides), command, port, lock.fileno())
+
+
+def _run(plan: LaunchPlan, command: IslandCommand, port: int, lock: int) -> int:
     mark = uuid.uuid4().hex
     started: list[_Island] = []
     with _Wishes() as wishes, make_view(plan.title) as view:
         try:
-            for island in _start_islands(replace(plan, overrides=plan.overrides + beginning.overrides), port, mark, command):
+            for island in _start_islands(plan, command, port, mark, lock):
                 started.append(island)
             ending = _watch(plan, started, view, wishes)
         finally:
@@ -115,7 +125,7 @@ def launch(
     return _tell_ending(plan, ending)
 
 
-def _start_islands(plan: LaunchPlan, port: int, mark: str, command: IslandCommand) -> Iterator[_Island]:
+def _start_islands(plan: LaunchPlan, command: IslandCommand, port: int, mark: str, lock: int) -> Iterator[_Island]:
     swarm, run_dir = plan.config.swarm, plan.run_dir.resolve()
     for number in range(swarm.islands):
         island_dir(run_dir, number).mkdir(exist_ok=True)
@@ -136,7 +146,7 @@ def _start_islands(plan: LaunchPlan, port: int, mark: str, command: IslandComman
         rows, log = RowTail(metrics_file(run_dir, number)), log_file(run_dir, number)
         rows.read()  # those of an earlier process, if the run goes on
         set_aside(log)
-        process = start_process(command(plan, overrides), log, {**plan.environment(number), LAUNCH_MARK: mark})
+        process = start_process(command(plan, overrides), log, {**plan.environment(number), LAUNCH_MARK: mark}, lock)
         yield _Island(number, process, IslandProgress(number, plan.config.train.steps), LineTail(log), rows)
 
 
@@ -223,7 +233,7 @@ def _tell_ending(plan: LaunchPlan, ending: _Ending) -> int:
     if ending.kind == "interrupted":
         print(f"Interrupted: all islands are ended. What there is: diloco report {plan.run_dir}", file=sys.stderr)
         return INTERRUPTED
-    last, again = newest(plan.config.checkpoint_root), command_to_go_on(plan)
+    last, again = newest(plan.config), command_to_go_on(plan)
     reached = f"at step {last.progress['lr_step']} of {plan.config.train.steps}" if last else "before there was a checkpoint"
     print(f"Stopped {reached}. To go on: {shlex.join(again)}\nWhat there is: diloco report {plan.run_dir}")
     return 0
@@ -235,9 +245,13 @@ def _tell_failure(plan: LaunchPlan, failed: _Island) -> int:
     first_failure = _FIRST_EXIT_CODE.search(printed)
     code = int(first_failure[1]) if first_failure else failed.process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    accounts = list(_TORCHRUN_ACCOUNT.finditer(printed))
-    said = printed[: accounts[-1].start()] if accounts else printed
-    lines = [line for line in said.splitlines() if not _TORCHRUN_ENDS.match(line)]
     print(f"\nIsland {failed.number} {how}, so all islands were ended. The end of {log}:", file=sys.stderr)
-    print("\n".join(f"  {line}" for line in lines[-LOG_LINES_AFTER_FAILURE:]), file=sys.stderr)
+    print("\n".join(f"  {line}" for line in _last_words(printed)[-LOG_LINES_AFTER_FAILURE:]), file=sys.stderr)
     return 128 - code if code < 0 else code
+
+
+def _last_words(printed: str) -> list[str]:
+    """What the ranks said when they ran for the last time, up to where torchrun ended them."""
+    attempts = [0, *(account.end() for account in _TORCHRUN_ACCOUNT.finditer(printed))]
+    begun = attempts[-2] if len(attempts) > 1 else 0  # the account of the last one comes after it
+    return list(itertools.takewhile(lambda line: not _TORCHRUN_ENDS.match(line), printed[begun:].splitlines()))

@@ -31,8 +31,12 @@ _TIED_TO_PARENT = (
 )
 
 
-def start_process(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Its output goes straight to a file: a slow terminal never slows an island, and its log outlives the launcher."""
+def start_process(command: list[str], log: Path, environment: dict[str, str], inherited: int) -> subprocess.Popen[bytes]:
+    """Its output goes straight to a file: a slow terminal never slows an island, and its log outlives the launcher.
+
+    Args:
+        inherited: file descriptor that it keeps open.
+    """
     if sys.platform == "linux":
         command = [sys.executable, "-S", "-c", _TIED_TO_PARENT, str(os.getpid()), *command]
     with log.open("wb") as output:
@@ -43,6 +47,7 @@ def start_process(command: list[str], log: Path, environment: dict[str, str]) ->
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
+            pass_fds=[inherited],
         )
 
 
@@ -75,10 +80,9 @@ def end_all(processes: Iterable[subprocess.Popen[bytes]], mark: str, at_once: Ca
         at_once: asked now and then; True cuts the wait.
     """
     processes = list(processes)
-    if not at_once():
-        for process in processes:
-            if process.poll() is None:
-                _signal_group(process.pid, signal.SIGTERM)
+    if not at_once():  # an island ends those that it started, as long as it lives
+        for process_id in [process.pid for process in processes if process.poll() is None] or _left(processes, mark):
+            _signal_group(process_id, signal.SIGTERM)
     deadline = time.monotonic() + STOP_SECONDS
     while not at_once() and _left(processes, mark) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 2)

@@ -26,7 +26,7 @@ STATE_STYLES: dict[State, str] = {
 }
 
 #: What the table need not tell in words, and the state in which it leaves an island. The launcher knows all addresses.
-QUIET_EVENTS: dict[str, State | None] = {"start": "joining", "address": None, "end": "done"}
+QUIET_EVENTS: dict[str, State | None] = {"start": "joining", "address": None, "end": "done", "stopped": "stopped"}
 
 PLAIN_PROGRESS_SECONDS = 10.0
 REFRESH_SECONDS = 0.25
@@ -101,18 +101,16 @@ class IslandProgress:
         if what in QUIET_EVENTS:
             self.state = QUIET_EVENTS[what] or self.state
             self.finished = self.finished or what == "end"
-            return self._begin() if what == "start" else None
+            if what == "start":
+                self.begun += 1
+                self.first_step = self.last_step = None  # again, maybe: the time between says nothing of its pace
+            return None
         if what == "checkpoint" and isinstance(detail, dict):
             self.saved = detail.get("step", self.saved)
             return None
         if what == "resumed" and isinstance(detail, dict):
             return f"goes on from the checkpoint of step {detail.get('step')}"
         return f"{what}: {detail}" if detail else str(what)
-
-    def _begin(self) -> str | None:
-        self.first_step = self.last_step = None  # the time between says nothing of its pace
-        self.begun += 1
-        return f"begins again, for the {self.begun - 1}. time: one of its ranks had died" if self.begun > 1 else None
 
 
 class View(Protocol):

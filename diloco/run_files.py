@@ -1,11 +1,12 @@
 """The files of a run: where they lie, and how rows are read while they are being written."""
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from islands.config_file import ConfigError
 
@@ -109,6 +110,26 @@ def write_atomically(path: Path, content: bytes) -> None:
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     staged.write_bytes(content)
     os.replace(staged, path)
+
+
+def lock_run_dir(run_dir: Path) -> BinaryIO:
+    """Keep others from starting a run in ``run_dir``, for as long as what this returns is open, here or in a process that inherited it.
+
+    Raises:
+        ConfigError: somebody has the lock, which lies beside the folder, or it can't be made.
+    """
+    run_dir = run_dir.resolve()
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        lock = run_dir.with_name(f".{run_dir.name}.lock").open("ab")
+    except OSError as error:
+        raise _unwritable(run_dir, error) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(f"run.dir={run_dir} is in use: a run goes on in it, or is ending. Wait, or choose another folder") from None
+    return lock
 
 
 def keep_run_dir(run_dir: Path) -> None:

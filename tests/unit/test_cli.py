@@ -66,7 +66,7 @@ def test_overrides_may_stand_around_options(arguments, monkeypatch):
     seen = []
     monkeypatch.setattr("diloco.launch.launch", lambda *given: seen.append(given) or 0)
     assert cli.main(["launch", "run.yaml", *arguments]) == 0
-    assert seen == [(Path("run.yaml"), ["a.b=1", "c.d=2"], 3)]
+    assert seen == [(Path("run.yaml"), ["a.b=1", "c.d=2"], 3, 0)]
 
 
 def test_report_rewrites_the_summary(tmp_path, capsys):
