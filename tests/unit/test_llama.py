@@ -17,11 +17,11 @@ from islands.models.llama import (
     Config,
     Llama,
     RMSNorm,
+    RMSNorm,
     build,
     num_flops_per_token,
-    rotary_tables,
-    rotate,
 )
+from islands.rotary import rotary_tables, rotate
 
 #: fp64 rounds at 1e-16; a few hundred terms of size one stay far below this, and mistakes far above.
 TOLERANCE = 1e-12
