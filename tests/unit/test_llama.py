@@ -17,7 +17,6 @@ from islands.models.llama import (
     Config,
     Llama,
     RMSNorm,
-    RMSNorm,
     build,
     num_flops_per_token,
 )
