@@ -104,6 +104,7 @@ def _write_weights(folder: Path, saved: SavedWeights, shard_bytes: int, dtype: t
                 tensors[name_in_files(name)] = _without_padding(saved.read(name), shapes[name][0]).to(dtype)
                 progress.advance(bar)
             save_file(tensors, folder / file, metadata={"format": "pt"})
+            shutil.copymode(folder / CONFIG_FILE, folder / file)  # the library leaves it readable by its owner alone
             places |= dict.fromkeys(tensors, file)
             del tensors  # before the next shard is read
     if len(shards) > 1:
