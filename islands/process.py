@@ -85,9 +85,18 @@ def process_group(device: torch.device, timeout: float) -> Iterator[Process]:
         dist.destroy_process_group()
 
 
-def background_group(process: Process) -> dist.ProcessGroup:
-    """A group of all ranks for CPU tensors, to be used by one thread while another one trains. Called on all ranks alike."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=process.timeout))
+def num_restarts() -> int:
+    """How often torchrun has started the ranks of this island again since it began."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def background_group(process: Process, timeout: float | None = None) -> dist.ProcessGroup:
+    """A group of all ranks for CPU tensors, to be used by one thread while another one trains. Called on all ranks alike.
+
+    Args:
+        timeout: seconds until a collective that hangs is an error; default that of the process.
+    """
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout or process.timeout))
 
 
 def is_collective_failure(error: BaseException) -> bool:
@@ -121,7 +130,7 @@ def _store(rank: int, timeout: float) -> dist.Store:
         is_master=rank == 0 and not hosted_by_agent,
         timeout=timedelta(seconds=timeout),
     )
-    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"attempt{num_restarts()}", store)
 
 
 def _die_with_parent() -> None:

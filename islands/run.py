@@ -1,32 +1,44 @@
 """Train one island alone: a plain sharded trainer."""
 
+from functools import partial
 from pathlib import Path
 
+from islands import resume
 from islands.agreement import check_agreement
+from islands.checkpoint import Checkpointer
 from islands.config import IslandConfig
 from islands.config_file import dump_config
 from islands.island import Island, build_island, load_corpus, num_parameters
 from islands.mesh import check_grid
 from islands.metrics import Metrics
-from islands.process import pick_device, process_group, world_size
+from islands.process import is_first_rank, num_restarts, pick_device, process_group, world_size
+from islands.sharing import FirstRankSays
 from islands.strategies.pipeline_plan import num_micro_batches, predicted_bubble
 from islands.train_loop import train
 
+_SLOT = 0  # of an island without others
+
 
 def run_alone(config: IslandConfig) -> None:
-    """Check everything, then start the ranks and train.
+    """Check everything, then start the ranks and train, from the checkpoint that ``train.resume`` leads to.
 
     Raises:
         ConfigError: before any process group exists, or when the ranks were started with different configurations.
     """
     check_grid(config, world_size())
     corpus, device = load_corpus(config), pick_device(config.run.device)
+    chosen = resume.choose(config, _SLOT, partial(print, flush=True), num_restarts() > 0) if is_first_rank() else None
     with process_group(device, config.run.timeout) as process:
         check_agreement(config, process)
+        chosen = FirstRankSays(process, "checkpoint to resume from")(chosen, config.run.timeout)
         island = build_island(config, process, corpus)
-        metrics = open_metrics(island, slot=0)
-        train(island, island.batches(), metrics)
-        metrics.write("event", what="end", detail="all steps done")
+        progress = resume.load(island, chosen) if chosen else None
+        metrics = open_metrics(island, _SLOT, continues=chosen is not None)
+        if chosen:
+            metrics.write("event", what="resumed", detail=chosen.event)
+        with Checkpointer(island, metrics, saved=progress) as checkpointer:
+            if train(island, island.batches(), metrics, progress=progress, checkpointer=checkpointer):
+                metrics.write("event", what="end", detail="all steps done")
         metrics.close()
 
 

@@ -1,36 +1,20 @@
-"""The loop: batch, step, hooks, metrics, evaluation."""
+"""The loop: batch, step, hooks, metrics, evaluation, checkpoint."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, Sequence
 
+from islands.checkpoint import Checkpointer
 from islands.data.base import Batches
 from islands.island import Island
 from islands.learning_rate import learning_rate
 from islands.metrics import Metrics
 from islands.out_of_memory import explained_memory
 from islands.performance import Performance
+from islands.progress import Progress, crosses
 
 #: After so many gradients in a row that are not finite, no later step will be better.
 _MOST_NON_FINITE = 10
-
-
-@dataclass
-class Progress:
-    """How far an island is. The loop counts; a hook may move it, where the rest of the run went on without this island.
-
-    Attributes:
-        step: inner steps done, as rows tell them.
-        slot: fixes which samples the island trains on.
-        position: sequences of the slot that the island has taken.
-        lr_step: where the learning rate stands, which is the step as long as the island is all there is; the end of the
-            schedule is that of training.
-    """
-
-    step: int = 0
-    slot: int = 0
-    position: int = 0
-    lr_step: int = 0
 
 
 class StepHook(Protocol):
@@ -44,14 +28,26 @@ class StepHook(Protocol):
         """
 
 
+class StopWish(Protocol):
+    """Whether someone wants training to stop."""
+
+    def agreed(self, step: int) -> bool:
+        """Called on all ranks after the ``step``-th step of this process (from 1); all of them get the same answer."""
+
+
 def train(
     island: Island,
     batches: Batches,
     metrics: Metrics,
     hooks: Sequence[StepHook] = (),
     progress: Progress | None = None,
-) -> None:
-    """Train from where ``progress`` stands (the start) to the last step.
+    checkpointer: Checkpointer | None = None,
+    stop: StopWish | None = None,
+) -> bool:
+    """Train from where ``progress`` stands (the start) to the last step, or until ``stop`` says so; then save a last time.
+
+    Returns:
+        Whether it came to the end.
 
     Raises:
         FloatingPointError: the gradient stayed non-finite.
@@ -59,8 +55,13 @@ def train(
         OutOfMemory: this rank's device is full.
     """
     performance = Performance(island.config, island.process)
+    progress = progress or Progress()
     with island.watchdog, explained_memory(island.config, island.grid, island.process), performance:
-        _train(island, batches, metrics, hooks, progress or Progress(), performance)
+        _train(island, batches, metrics, hooks, progress, checkpointer, stop, performance)
+        if checkpointer:
+            island.watchdog.enter("checkpoint")
+            checkpointer.save_last(progress)
+    return progress.lr_step >= island.config.train.steps
 
 
 def _train(
@@ -69,12 +70,14 @@ def _train(
     metrics: Metrics,
     hooks: Sequence[StepHook],
     progress: Progress,
+    checkpointer: Checkpointer | None,
+    stop: StopWish | None,
     performance: Performance,
 ) -> None:
     config, enter = island.config.train, island.watchdog.enter
     if progress.step == 0:
         _evaluate(island, metrics, step=0)
-    non_finite, evaluated = 0, progress.step
+    done, non_finite, evaluated = 0, 0, progress.step
     while progress.lr_step < config.steps:
         enter("data", progress.step + 1)
         performance.begin_step(progress.step + 1)
@@ -83,6 +86,7 @@ def _train(
         lr = learning_rate(island.config.optimizer, lr_step, config.steps, config.global_batch_size)
         result = island.train_step(inputs.to(island.process.device), targets.to(island.process.device), lr)
         seconds = time.monotonic() - started
+        done += 1
         progress.step += 1
         progress.lr_step += 1
         progress.position += config.global_batch_size
@@ -104,16 +108,18 @@ def _train(
             stall_seconds=stall,
             **island.model.forward_backward.measurements(),
             **performance.end_step(reached.step, result.tokens / seconds),
+            **(checkpointer.measurements() if checkpointer else {}),
         )
         non_finite = 0 if result.applied else _report_non_finite(metrics, reached.step, result.grad_norm, non_finite + 1)
-        if progress.lr_step >= config.steps or _crosses(evaluated, progress.step, config.eval_every):
+        ends = progress.lr_step >= config.steps
+        if ends or crosses(evaluated, progress.step, config.eval_every):
             evaluated = progress.step
             _evaluate(island, metrics, evaluated)
-
-
-def _crosses(before: int, now: int, every: int) -> bool:
-    """Whether a multiple of ``every`` lies between; not every step is met, where an island follows others."""
-    return every > 0 and now // every > before // every
+        if stop and stop.agreed(done):
+            return
+        if checkpointer and not ends:
+            enter("checkpoint")
+            checkpointer.after_step(progress)
 
 
 def _evaluate(island: Island, metrics: Metrics, step: int) -> None:

@@ -37,6 +37,9 @@ class TrainStep:
         data_group: the ranks that split the batch, whose gradients the model averages.
         clip_norm: largest gradient norm; 0 to leave gradients as they are.
         enter_phase: told the name of each part of the step as it begins.
+
+    Attributes:
+        optimizer: as given.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class TrainStep:
         clip_norm: float,
         enter_phase: Callable[[str], None],
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model, self.optimizer = model, optimizer
         self._group, self._clip_norm, self._enter_phase = data_group, clip_norm, enter_phase
 
     def __call__(self, inputs: Tensor, targets: Tensor, lr: float) -> StepResult:
@@ -61,10 +64,10 @@ class TrainStep:
         self._enter_phase("optimizer")
         applied = math.isfinite(grad_norm)
         if applied:
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self._optimizer.step()
-        self._optimizer.zero_grad()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
         return StepResult(float(self._sum(loss)) / tokens, grad_norm, tokens, applied)
 
     def _sum(self, value: Tensor) -> Tensor:
