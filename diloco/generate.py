@@ -20,7 +20,7 @@ Choose = Callable[[Tensor], int]
 def print_continuation(
     saved: SavedWeights, prompt: str, count: int, device: str, temperature: float, top_k: int, top_p: float, seed: int | None
 ) -> None:
-    """Print ``prompt`` and then ``count`` tokens, each as it is made.
+    """Print ``prompt`` and then ``count`` tokens, each as it is made; fewer where the text comes to its end.
 
     Args:
         device: as ``run.device``.
@@ -42,7 +42,8 @@ def print_continuation(
         sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character shows ? for it
     print(prompt, end="", flush=True)
     decode = text.decoder()
-    for token in itertools.islice(continue_tokens(model, tokens, saved.seq_len, choose), count):
+    following = itertools.islice(continue_tokens(model, tokens, saved.seq_len, choose), count)
+    for token in itertools.takewhile(lambda token: token not in text.ends, following):
         print(decode(token), end="", flush=True)
     print()
 

@@ -1,19 +1,26 @@
 """Text to the tokens of a run and back: bytes, or those of the tokenizer that came with the weights it began from."""
 
 import codecs
+import json
 from pathlib import Path
 from typing import Callable, Protocol
 
 from islands.config_file import ConfigError
+from islands.huggingface import CONFIG_FILE
 
 _TOKENIZER = "tokenizer.json"
 _NUM_BYTES = 256
 
 
 class TextTokens(Protocol):
-    """Both directions; :meth:`decoder` is for tokens that come one by one."""
+    """Both directions; :meth:`decoder` is for tokens that come one by one.
+
+    Attributes:
+        ends: tokens after which a text is over.
+    """
 
     num_tokens: int
+    ends: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
         """Tokens of ``text``."""
@@ -26,6 +33,7 @@ class Bytes:
     """Tokens are the bytes of UTF-8."""
 
     num_tokens = _NUM_BYTES
+    ends: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> list[int]:
         """See :class:`TextTokens`."""
@@ -54,7 +62,7 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing more specific
             raise ConfigError(f"{path} can't be read: {error}") from error
         self._stream = tokenizers.decoders.DecodeStream
-        self.num_tokens = num_tokens
+        self.num_tokens, self.ends = num_tokens, _ends(path.with_name(CONFIG_FILE))
 
     def encode(self, text: str) -> list[int]:
         """See :class:`TextTokens`. With the tokens that the tokenizer puts before a text."""
@@ -64,6 +72,14 @@ class Tokenizer:
         """See :class:`TextTokens`."""
         stream = self._stream(skip_special_tokens=True)
         return lambda token: stream.step(self._tokenizer, token) or ""
+
+
+def _ends(config_file: Path) -> frozenset[int]:
+    """The ``eos_token_id`` of a model; there may be several, or none."""
+    if not config_file.is_file():
+        return frozenset()
+    found = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token_id")
+    return frozenset(found if isinstance(found, list) else [] if found is None else [found])
 
 
 def find_tokens(began_from: Path | None, vocab_size: int) -> TextTokens:

@@ -1,6 +1,7 @@
 """Continuing a text: against a plain loop, with and without the cache, and what a person sees."""
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,11 @@ def test_a_tokenizer_that_came_with_the_weights(tmp_path: Path, capsys: pytest.C
     write_checkpoint(tmp_path / "run", config, weights, anchor=None)
     printed = generated(capsys, tmp_path / "run", "--prompt", "one two", "--seed", "3")
     assert printed.startswith("one two") and set(printed.split()[2:]) <= words.keys()
+    raw = json.loads((folder / "config.json").read_text())
+    ends = next(token for token in text.encode(printed)[2:] if token != text.encode(printed)[2])  # as if this were the end
+    (folder / "config.json").write_text(json.dumps(raw | dict(eos_token_id=[ends])))
+    shorter = generated(capsys, tmp_path / "run", "--prompt", "one two", "--seed", "3")
+    assert len(shorter) < len(printed) and printed.startswith(shorter.rstrip("\n"))
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="tokenizer.json can't be read"):
         find_tokens(folder, 257)
