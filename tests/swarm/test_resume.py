@@ -1,7 +1,9 @@
 """Whole swarms that are killed at any moment and go on from their checkpoints, as if nothing had happened."""
 
 import os
+import random
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Callable
@@ -129,5 +131,50 @@ def test_a_swarm_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, ranks: RankP
         assert len(facts) == 2 and any(each["flights"] for each in facts), "nothing was in flight"
         second = kill_and_resume(swarm, lambda: swarm.steps_done() >= first + 7 and swarm.writing(), swarm.writing)
         assert second > first
+        run_to_the_end(swarm)
+    swarm.check_against(*reference(ranks, tmp_path))
+
+
+def next_moment(swarm: Swarm, kind: str, draw: random.Random) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """When to kill, and what proves afterwards that it was then."""
+    begun = swarm.last_common_step() if swarm.islands[0].lives[:-1] else 0
+    later = begun + draw.randint(1, 5)
+    reached = lambda: swarm.steps_done() >= min(later, STEPS - 1)  # noqa: E731
+    if kind == "writing":
+        return (lambda: reached() and swarm.writing()), swarm.writing
+    if kind == "round":
+        faults = swarm.islands[draw.randint(0, 1)].faults
+        (faults / "hold_in_transfer").touch()
+        fired = faults / "hold_in_transfer.fired"
+        fired.unlink(missing_ok=True)
+        return fired.exists, fired.exists
+    if kind == "resuming":
+        sizes = [island.log.stat().st_size for island in swarm.islands]
+
+        def resuming() -> bool:
+            told = [island.log.read_bytes()[size:] for island, size in zip(swarm.islands, sizes)]
+            return all(b"resuming from" in each for each in told) and not any(island.rows("step") for island in swarm.islands)
+
+        return resuming, lambda: not any(island.rows("step") for island in swarm.islands)
+    pause = draw.uniform(0.0, 0.3)
+    since: list[float] = []
+
+    def somewhere() -> bool:
+        if reached():
+            since.append(time.monotonic())
+        return bool(since) and time.monotonic() > since[0] + pause
+
+    return somewhere, lambda: True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_swarm_that_is_killed_twenty_times_goes_on_bit_for_bit(tmp_path: Path, ranks: RankPool) -> None:
+    draw, kinds = random.Random(6), ["step", "writing", "round", "resuming", "step"] * 4
+    with Swarm(tmp_path, 2, STREAMING, steps=STEPS, step_seconds=0.1) as swarm:
+        for kind in kinds:
+            kill_and_resume(swarm, *next_moment(swarm, kind, draw))
+        for island in swarm.islands:
+            (island.faults / "hold_in_transfer").unlink(missing_ok=True)
         run_to_the_end(swarm)
     swarm.check_against(*reference(ranks, tmp_path))
