@@ -14,6 +14,7 @@ from torch import Tensor
 from diloco.adaptation import Pace
 from diloco.agenda import Agenda
 from diloco.config import OuterSection
+from diloco.course import Course
 from diloco.eager import EagerStart
 from diloco.exchange.base import Exchange, RoundOutcome, Seat
 from diloco.flight import Flight, Logbook, What
@@ -21,7 +22,7 @@ from diloco.outer_checkpoint import Copying, OuterCopy
 from diloco.outer_state import FragmentState, OuterState
 from diloco.pace import Pacing
 from diloco.round_rows import write_round
-from diloco.schedule import Schedule, Standing, StepSchedule
+from diloco.schedule import Schedule
 from diloco.uncounted import fate_of
 from islands.checkpoint_part import Saved
 from islands.metrics import Metrics
@@ -64,7 +65,7 @@ class OuterRound:
         self._coordinator, self._metrics = coordinator, metrics
         self._say = FirstRankSays(process, "rounds that begin or end")
         self._several_ranks = process.world_size > 1
-        self._by_steps = isinstance(schedule, StepSchedule)
+        self._course = Course(schedule)
         self._wait_seconds = round_seconds + _GRACE_SECONDS
         self._stepping_since = 0.0  # when the inner step that comes next could begin
         self._log = Logbook.begin(schedule.num_fragments, Seat(slot=0))
@@ -89,7 +90,7 @@ class OuterRound:
             if state:
                 state.initialize()
         progress, self._log = Progress(slot=seat.slot, position=seat.position), Logbook.begin(count, seat)
-        _stand(progress, self._schedule.joined(seat.step, seat.tokens))
+        self._course.join(seat, progress)
         if self._coordinator:
             self._begin(self._coordinator)
         self._stepping_since = time.monotonic()
@@ -142,13 +143,13 @@ class OuterRound:
         self._log.inner_step += 1
         for work in self._log.work:
             work.tokens += tokens
-        _stand(progress, self._schedule.stepped(_standing(progress)))
+        self._course.step(progress)
         if self._coordinator:
             self._coordinator.exchange.progress(progress.step, tokens / (started - self._stepping_since))
             self._pacing.stepped(started - self._stepping_since)
         while self._acts(progress):
             pass
-        if self._ends(progress):
+        if self._course.ends(progress):
             self._end_together(progress)
         if self._coordinator:
             for event in self._coordinator.exchange.events():
@@ -192,7 +193,7 @@ class OuterRound:
         flight.gathered = self._mover.gather(fragment, _OWNER, state and state.local, *(() if eager else (offer,)))
         if eager:
             flight.gathered.result()
-            self._go_on_eagerly(fragment, ends=self._ends(progress))
+            self._go_on_eagerly(fragment, ends=self._course.ends(progress))
             offer()
         flight.stall_seconds += flight.age
 
@@ -214,8 +215,8 @@ class OuterRound:
         if flight.void:
             self._over(flight, outcome, progress)
             return
-        self._follow(outcome, flight, progress)
-        last = self._ends(progress) and self._no_other_follows(flight)
+        self._course.follow(outcome, flight, progress, self._log)
+        last = self._course.ends(progress) and self._course.is_last(flight, self._log)
         fate = fate_of(flight.work, outcome, self._section.left_out, last)
         if outcome.seat:
             for other in self._log.flights.values():
@@ -243,7 +244,7 @@ class OuterRound:
             self._metrics.write("event", what="adapted", detail=told)
         self._over(flight, outcome, progress)
         lost = fate.reason
-        if last and self._by_steps and (outcome.kind, fate.kind) == ("skipped", "kept"):  # nothing replaces these parameters
+        if last and self._course.by_steps and (outcome.kind, fate.kind) == ("skipped", "kept"):  # nothing replaces these parameters
             lost = f"the last round was skipped ({outcome.reason})"
         if lost:
             self._metrics.write("event", what="dropped", detail=f"{taken - flight.work.start} sequences: {lost}")
@@ -252,27 +253,6 @@ class OuterRound:
         if self._agenda:
             self._agenda.landed(flight)
         write_round(self._metrics, flight, outcome, progress.step, self._schedule.num_fragments)
-
-    def _follow(self, outcome: RoundOutcome, flight: Flight, progress: Progress) -> None:
-        """Go on where the swarm is: in time, and in the slot's data."""
-        if seat := outcome.seat:
-            progress.slot, progress.position, self._log.lease = seat.slot, seat.position, seat.lease
-            self._log.tokens = [seat.tokens] * len(self._log.tokens)
-            self._log.finished.clear()
-            _stand(progress, self._schedule.joined(seat.step, seat.tokens))
-        elif outcome.kind != "skipped":
-            progress.position = max(progress.position, outcome.position)
-            self._log.tokens[outcome.fragment] = outcome.tokens
-            if self._by_steps and outcome.step >= self._schedule.steps:
-                self._log.finished.add(outcome.fragment)
-            step = outcome.step
-            if outcome.kind == "committed" and step:  # the members were there when they launched, and went on like this one
-                step = max(progress.step, step + self._log.inner_step - flight.inner_step)
-            finished = not self._by_steps or len(self._log.finished) == self._schedule.num_fragments
-            _stand(progress, self._schedule.landed(_standing(progress), step, min(self._log.tokens), finished))
-
-    def _no_other_follows(self, flight: Flight) -> bool:
-        return not self._by_steps or flight.fragment in self._log.finished or flight.inner_step == self._log.inner_step
 
     def _merge(self, flight: Flight, outcome: RoundOutcome, last: bool) -> None:
         """The island's work has counted: let its parameters meet the anchor."""
@@ -283,13 +263,10 @@ class OuterRound:
         alpha = 0.0 if last else self._section.merge_alpha
         flight.incoming[1].apply(partial(Tensor.lerp_, weight=1 - alpha) if alpha else Tensor.copy_)
 
-    def _ends(self, progress: Progress) -> bool:
-        return progress.lr_step >= self._schedule.steps
-
     def _end_together(self, progress: Progress) -> None:
         """No round follows. By the clock there is no last one of every fragment; nor where the others had it without this island."""
         for index, work in enumerate(self._log.work):
-            if not self._by_steps or work.tokens and index in self._log.finished:
+            if not self._course.by_steps or work.tokens and index in self._log.finished:
                 self._tell_dropped(index, progress, "the run has ended")
                 self._take_anchor(index, progress)
 
@@ -332,11 +309,3 @@ class OuterRound:
 
     def _state(self, fragment: int) -> FragmentState | None:
         return self._coordinator.state.fragments[fragment] if self._coordinator else None
-
-
-def _standing(progress: Progress) -> Standing:
-    return Standing(progress.step, progress.lr_step)
-
-
-def _stand(progress: Progress, standing: Standing) -> None:
-    progress.step, progress.lr_step = standing

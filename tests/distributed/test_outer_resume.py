@@ -57,7 +57,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def optimizer_of(island: Island) -> torch.optim.Optimizer:
-    return island.train_step._step.optimizer
+    return island.optimizer
 
 
 def moments(island: Island) -> dict[str, dict[str, Tensor]]:
