@@ -91,14 +91,18 @@ class Swarm(Cluster):
     def check_against(self, losses: Losses, digests: dict[tuple[int, int], str]) -> None:
         """All that any life recorded is what the uninterrupted run has."""
         for island in self.islands:
-            seen: set[int] = set()
-            for life in island.lives:
-                told = {row["step"]: row["loss"] for row in life.of_kind("step")}
-                assert told == {step: losses[island.slot, step] for step in told}
-                seen |= told.keys()
-                rounds = [row for row in life.of_kind("round") if row["digest"]]
-                assert all(digests[row["fragment"], row["round"]] == row["digest"] for row in rounds)
-            assert seen == set(range(1, STEPS + 1))
+            for number, life in enumerate(island.lives):
+                rounds = [(row["fragment"], row["round"], row["landed"], row["outcome"], row["reason"]) for row in life.of_kind("round")]
+                where = f"island {island.slot}, life {number}, whose rounds were {rounds}"
+                told = [(row["step"], row["loss"]) for row in life.of_kind("step")]
+                assert told == [(step, losses[island.slot, step]) for step, _ in told], where
+                committed = [row for row in life.of_kind("round") if row["digest"]]
+                assert all(digests[row["fragment"], row["round"]] == row["digest"] for row in committed), where
+
+    def check_end(self) -> None:
+        """All steps were done, and both came to the end."""
+        for island in self.islands:
+            assert {row["step"] for life in island.lives for row in life.of_kind("step")} == set(range(1, STEPS + 1))
             assert island.lives[-1].of_kind("event")[-1]["what"] == "end"
 
 
@@ -133,6 +137,7 @@ def test_a_swarm_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, ranks: RankP
         assert second > first
         run_to_the_end(swarm)
     swarm.check_against(*reference(ranks, tmp_path))
+    swarm.check_end()
 
 
 def next_moment(swarm: Swarm, kind: str, draw: random.Random) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -172,9 +177,12 @@ def next_moment(swarm: Swarm, kind: str, draw: random.Random) -> tuple[Callable[
 def test_a_swarm_that_is_killed_twenty_times_goes_on_bit_for_bit(tmp_path: Path, ranks: RankPool) -> None:
     draw, kinds = random.Random(6), ["step", "writing", "round", "resuming", "step"] * 4
     with Swarm(tmp_path, 2, STREAMING, steps=STEPS, step_seconds=0.1) as swarm:
+        expected = reference(ranks, tmp_path)
         for kind in kinds:
             kill_and_resume(swarm, *next_moment(swarm, kind, draw))
+            swarm.check_against(*expected)
         for island in swarm.islands:
             (island.faults / "hold_in_transfer").unlink(missing_ok=True)
         run_to_the_end(swarm)
-    swarm.check_against(*reference(ranks, tmp_path))
+    swarm.check_against(*expected)
+    swarm.check_end()
