@@ -182,7 +182,7 @@ class _Wishes:
 
 def _watch(plan: LaunchPlan, islands: list[_Island], view: View, wishes: _Wishes) -> _Ending:
     """Until all have ended. Someone's wish, or the failure of one, becomes a wish that all stop, for which they have a time."""
-    request, deadline = StopRequest(island.process for island in islands), math.inf
+    request, deadline = StopRequest(), math.inf
     failed: _Island | None = None
     while True:
         asked = deadline < math.inf
@@ -197,8 +197,8 @@ def _watch(plan: LaunchPlan, islands: list[_Island], view: View, wishes: _Wishes
             wishes.heed()
             reason = f"island {failed.number} failed; " if failed else ""
             view.tell(f"{reason}stopping: last checkpoints are being written; Ctrl-C {'' if failed else 'again '}ends at once")
-        if deadline < math.inf:
-            request.send()
+        for island in islands if deadline < math.inf else ():
+            request.send(island.process, may_have_ranks=island.progress.state != "starting")
         time.sleep(POLL_SECONDS)
 
 

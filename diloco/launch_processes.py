@@ -52,25 +52,26 @@ def start_process(command: list[str], log: Path, environment: dict[str, str], in
 
 
 class StopRequest:
-    """Asks islands to stop: each rank by itself, once. torchrun, if asked, would kill them after a time of its own, and fail.
+    """Asks islands to stop: each rank by itself, once. torchrun, if asked, would kill them after a time of its own, and fail."""
 
-    Args:
-        processes: the first process of each island.
-    """
-
-    def __init__(self, processes: Iterable[subprocess.Popen[bytes]]) -> None:
-        self._processes = list(processes)
+    def __init__(self) -> None:
         self._asked: set[int] = set()
 
-    def send(self) -> None:
-        """Ask all ranks that there are by now; called again, those that have come since."""
-        for process in self._processes:
-            if process.poll() is not None or process.pid in self._asked:
-                continue
-            for process_id in _ranks_of(process.pid) or [process.pid]:  # that torchrun which has none yet, and all beyond Linux
-                if process_id not in self._asked:
-                    self._asked.add(process_id)
-                    _signal(os.kill, process_id, signal.SIGTERM)
+    def send(self, process: subprocess.Popen[bytes], may_have_ranks: bool) -> None:
+        """Ask the ranks that an island has by now; called again, those that have come since.
+
+        Args:
+            process: the island's first one.
+            may_have_ranks: or may have had some. If not, it is asked itself, which loses nothing.
+        """
+        if process.poll() is not None or process.pid in self._asked:
+            return
+        ranks = _ranks_of(process.pid)
+        if not ranks and (not may_have_ranks or sys.platform != "linux"):
+            ranks = [process.pid]
+        for process_id in set(ranks) - self._asked:
+            self._asked.add(process_id)
+            _signal(os.kill, process_id, signal.SIGTERM)
 
 
 def end_all(processes: Iterable[subprocess.Popen[bytes]], mark: str, at_once: Callable[[], bool]) -> None:
