@@ -9,6 +9,7 @@ from typing import Any, Callable, Literal
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 from diloco.config import RunConfig
 from islands import plugins
@@ -20,6 +21,19 @@ Source = Literal["anchor", "own"]
 
 #: Before a parameter's name: of what the islands last agreed on, and of what the island itself has.
 _PREFIXES: dict[Source, str] = {"anchor": "outer.anchor.", "own": "model."}
+
+
+class _Reader(dcp.FileSystemReader):
+    """Unpickles the list of all tensors once, and not again for each of them."""
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """Of the checkpoint."""
+        return super().read_metadata()
+
+    def read_metadata(self, *arguments: Any, **keywords: Any) -> Metadata:
+        """Called by torch for every load."""
+        return self.metadata
 
 
 @dataclass(frozen=True)
@@ -73,12 +87,12 @@ class SavedWeights:
         return any(key.startswith(_PREFIXES["anchor"]) for key in self._metadata)
 
     @cached_property
-    def _reader(self) -> dcp.FileSystemReader:
-        return dcp.FileSystemReader(self.folder)
+    def _reader(self) -> _Reader:
+        return _Reader(self.folder)
 
-    @cached_property
+    @property
     def _metadata(self) -> dict[str, Any]:
-        return self._reader.read_metadata().state_dict_metadata
+        return self._reader.metadata.state_dict_metadata
 
 
 def open_saved(

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from islands.config_file import ConfigError
+from islands.config_file import ConfigError, parse_config
 from islands.rotary import RopeScaling
 
 if TYPE_CHECKING:
@@ -106,8 +106,9 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     missing = [key for key, value in keys.items() if value is None]
     if missing:
         raise _refused(f"rope_type={kind} without {', '.join(missing)}", "one that tells all of these")
+    scaling = parse_config(RopeScaling, keys, source="its rotary embedding")
     theta = rope.get("rope_theta", raw.get("rope_theta"))
-    return {"rope_theta": 10000.0 if theta is None else theta, "rope_scaling": RopeScaling.model_validate(keys)}
+    return {"rope_theta": 10000.0 if theta is None else theta, "rope_scaling": scaling}
 
 
 def _scaling_to_hugging_face(scaling: RopeScaling) -> dict[str, Any] | None:

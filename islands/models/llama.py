@@ -59,7 +59,7 @@ class Config(ModelSection):
     def _fill_sizes(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
-        if raw.get("init_from"):
+        if raw.get("init_from") and isinstance(raw["init_from"], str):
             return fill_keys(raw, from_hugging_face)
         sizes = PRESETS.get(str(raw.get("preset", "quickstart")), {})
         return {**raw, **{key: value for key, value in sizes.items() if not raw.get(key)}}

@@ -45,7 +45,7 @@ def begun(process: Process, folder: str, parallel: dict[str, Any]) -> tuple[dict
     Weights.read = counting
     try:
         model = FROM_FOLDER | dict(init_from=folder, pad_vocab_to_multiple_of=2)
-        train = dict(precision="fp32", global_batch_size=12)
+        train = dict(precision="fp32", global_batch_size=12, micro_batch_size=2)
         config = small_config(model=model, parallel=parallel, train=train)
         check_agreement(config, process)
         return whole_parameters(build_island(config, process, small_corpus())), elements

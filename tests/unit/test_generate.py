@@ -46,14 +46,14 @@ def greedy(num_tokens: int = 256) -> Any:
 @pytest.mark.parametrize("prompt", [[7], list(range(40, 50)), list(range(100, 140))], ids=["one", "some", "more than fit"])
 def test_greedy_is_a_plain_loop(prompt: list[int]) -> None:
     model, context = small_model(), list(prompt)
-    for _ in range(40):  # the window moves at 16, 24, 32 ... tokens
+    for _ in range(30):  # the window moves at 16, 24, 32 ... tokens
         start = 0
         while len(context) - start > SEQ_LEN:
             start += SEQ_LEN // 2
         logits = model(torch.tensor([context[start:]]))[0, -1, :256]
         context.append(int(logits.argmax()))
     assert len(set(context)) > 10  # no loop of one token, which anything would give
-    assert take(40, model, prompt, SEQ_LEN, greedy()) == context[len(prompt) :]
+    assert take(30, model, prompt, SEQ_LEN, greedy()) == context[len(prompt) :]
 
 
 @pytest.mark.parametrize("keys", [dict(), dict(num_kv_heads=4, tied_embeddings=True)], ids=["grouped heads", "all heads"])
@@ -66,7 +66,7 @@ def test_the_cache_changes_no_logits(keys: dict[str, Any]) -> None:
 
     model = small_model(**keys)
     for cached in (True, False):
-        take(40, model, [7, 8, 9], SEQ_LEN, choose(cached), cached=cached)
+        take(30, model, [7, 8, 9], SEQ_LEN, choose(cached), cached=cached)
     torch.testing.assert_close(torch.stack(seen[True]), torch.stack(seen[False]), rtol=0, atol=1e-5)
 
 
@@ -91,7 +91,7 @@ def test_windows_are_never_longer_than_the_model_and_never_short(seq_len: int) -
 # How it is drawn.
 
 
-def draws(count: int = 4000, **settings: Any) -> Tensor:
+def draws(count: int = 1500, **settings: Any) -> Tensor:
     """How often each of six tokens comes, of logits whose probabilities are 1/2, 1/4, 1/8 ... in another order."""
     keys = dict(num_tokens=6, temperature=1.0, top_k=0, top_p=1.0) | settings
     choose = sampler(**keys, generator=torch.Generator().manual_seed(0))
@@ -100,20 +100,20 @@ def draws(count: int = 4000, **settings: Any) -> Tensor:
 
 
 def test_draws_follow_the_probabilities() -> None:
-    torch.testing.assert_close(draws(), torch.tensor([1 / 8, 1 / 2, 1 / 32, 1 / 4, 1 / 16, 1 / 32, 0]), rtol=0, atol=0.03)
+    torch.testing.assert_close(draws(), torch.tensor([1 / 8, 1 / 2, 1 / 32, 1 / 4, 1 / 16, 1 / 32, 0]), rtol=0, atol=0.04)
 
 
 def test_a_lower_temperature_sharpens() -> None:
     weights = torch.tensor([1 / 8, 1 / 2, 1 / 32, 1 / 4, 1 / 16, 1 / 32, 0]) ** 2
-    torch.testing.assert_close(draws(temperature=0.5), weights / weights.sum(), rtol=0, atol=0.03)
+    torch.testing.assert_close(draws(temperature=0.5), weights / weights.sum(), rtol=0, atol=0.04)
 
 
 def test_top_k_and_top_p_cut_the_tail() -> None:
     two, three = torch.tensor([0, 2, 0, 1, 0, 0, 0]) / 3, torch.tensor([1, 4, 0, 2, 0, 0, 0]) / 7
-    torch.testing.assert_close(draws(top_k=2), two, rtol=0, atol=0.03)
-    torch.testing.assert_close(draws(top_p=0.7), two, rtol=0, atol=0.03)  # 1/2 is less than 0.7, and 3/4 is enough
-    torch.testing.assert_close(draws(top_p=0.8), three, rtol=0, atol=0.03)
-    torch.testing.assert_close(draws(top_k=3, top_p=0.99), three, rtol=0, atol=0.03)
+    torch.testing.assert_close(draws(top_k=2), two, rtol=0, atol=0.04)
+    torch.testing.assert_close(draws(top_p=0.7), two, rtol=0, atol=0.04)  # 1/2 is less than 0.7, and 3/4 is enough
+    torch.testing.assert_close(draws(top_p=0.8), three, rtol=0, atol=0.04)
+    torch.testing.assert_close(draws(top_k=3, top_p=0.99), three, rtol=0, atol=0.04)
     assert draws(100, top_k=1)[1] == draws(100, top_p=0.01)[1] == draws(100, temperature=0.0)[1] == 1
 
 

@@ -11,13 +11,13 @@ from small import VOCAB, plain_model, small_config
 from torch import Tensor, nn
 from weight_folders import FROM_FOLDER, config_from, small_weights, write_folder
 
+from diloco.config import RunConfig
 from islands.config_file import ConfigError, dump_config, load_config, parse_config
 from islands.huggingface import Weights, open_weights
 from islands.initialize import initialize
 from islands.island import meta_model
 from islands.models.llama import from_hugging_face, hugging_face_name, to_hugging_face
 from islands.rotary import RopeScaling, frequencies
-from diloco.config import RunConfig
 
 CPU = torch.device("cpu")
 
@@ -271,6 +271,7 @@ def refusal(folder: Path, **model: Any) -> str:
         (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "rope_type=yarn, and model.type=llama needs rotary embedding"),
         (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type=dynamic"),
         (dict(rope_scaling=dict(rope_type="llama3", factor=2.0)), "rope_type=llama3 without low_freq_factor, high_freq_factor"),
+        (dict(rope_scaling=dict(type="linear", factor="2")), "factor: '2' should be a number"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
         (dict(num_attention_heads=5), "num_heads=5 does not cut"),
         (dict(hidden_size="32"), "model.hidden_size: '32' should be a whole number"),
@@ -286,6 +287,7 @@ def test_models_that_ours_can_not_be(tmp_path: Path, change: dict[str, Any], tol
 @pytest.mark.parametrize(
     ("model", "told"),
     [
+        (dict(init_from=5), "model.init_from: 5 should be text"),
         (dict(hidden_size=64), "model.hidden_size=64 is not what model.init_from="),
         (dict(vocab_size=256), f"has, {VOCAB}; leave the key out"),
         (dict(tied_embeddings=True), "model.tied_embeddings=True is not what"),
