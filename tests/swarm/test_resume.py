@@ -32,6 +32,7 @@ STREAMING = [
     "outer.merge_alpha=0.5",
     "checkpoint.every=3",
     "checkpoint.keep=100",
+    "exchange.peer_timeout=60",  # a busy machine is no reason to go on without the other
 ]
 
 Losses = dict[tuple[int, int], float]
@@ -76,9 +77,9 @@ class Swarm(Cluster):
         return self.folder / "run" / "checkpoints"
 
     def last_common_step(self) -> int:
-        """Of the newest checkpoint that both have."""
-        steps = [{path.parent.name for path in checkpoint_files.find(self.checkpoints, slot)} for slot in (0, 1)]
-        return int(max(steps[0] & steps[1]).removeprefix("step-"))
+        """Of the newest checkpoint that both have; 0 without any."""
+        steps = [{checkpoint_files.step_of(path) for path in checkpoint_files.find(self.checkpoints, slot)} for slot in (0, 1)]
+        return max(steps[0] & steps[1], default=0)
 
     def steps_done(self) -> int:
         """Of the slower island, in its present life."""
@@ -142,9 +143,11 @@ def test_a_swarm_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, ranks: RankP
 
 def next_moment(swarm: Swarm, kind: str, draw: random.Random) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """When to kill, and what proves afterwards that it was then."""
-    begun = swarm.last_common_step() if swarm.islands[0].lives[:-1] else 0
-    later = begun + draw.randint(1, 5)
-    reached = lambda: swarm.steps_done() >= min(later, STEPS - 1)  # noqa: E731
+    later = min(swarm.last_common_step() + draw.randint(1, 5), STEPS - 1)
+
+    def reached() -> bool:
+        return swarm.steps_done() >= later and swarm.last_common_step() > 0
+
     if kind == "writing":
         return (lambda: reached() and swarm.writing()), swarm.writing
     if kind == "round":
