@@ -64,7 +64,7 @@ class CheckpointWriter:
             )
             return self._together(lambda: self._finish(folder, manifest))[0], manifest
         except BaseException:
-            if folder and self._rank == 0:
+            if folder:
                 files.discard(folder)
             raise
 
