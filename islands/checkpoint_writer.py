@@ -1,5 +1,6 @@
 """Puts one checkpoint onto the disk: all ranks together, in a thread of their own, and all of it or nothing."""
 
+import shutil
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -80,7 +81,8 @@ class CheckpointWriter:
             dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except CheckpointException as error:
             reasons = [f"rank {rank}: {_told(reason)}" for rank, (reason, _) in error.failures.items()]
-            raise CheckpointFailed("; ".join(reasons)) from error
+            free = shutil.disk_usage(folder).free / 1e6  # of a full disk torch says something else, or nothing
+            raise CheckpointFailed(f"{'; '.join(reasons)}; {free:.1f} MB are free on the disk of {self._root}") from error
 
     def _describe(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Sizes and hashes of the files that this rank has written."""
