@@ -81,7 +81,8 @@ class CheckpointWriter:
             dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except CheckpointException as error:
             reasons = [f"rank {rank}: {_told(reason)}" for rank, (reason, _) in error.failures.items()]
-            free = shutil.disk_usage(folder).free / 1e6  # of a full disk torch says something else, or nothing
+            # Of a full disk torch may say anything. All ranks look before any of them makes room.
+            free = min(self._together(lambda: shutil.disk_usage(folder).free)) / 1e6
             raise CheckpointFailed(f"{'; '.join(reasons)}; {free:.1f} MB are free on the disk of {self._root}") from error
 
     def _describe(self, folder: Path) -> dict[str, dict[str, Any]]:
