@@ -5,32 +5,37 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 
 from diloco.run_files import Row
-from diloco.run_record import IslandRecord
+from diloco.run_record import Incarnation, IslandRecord
 
-#: Sequences ``first`` up to ``last`` of a slot.
+#: From ``first`` up to ``last``: sequences of a slot.
 Interval = tuple[int, int]
 
 CAUSES = ("waiting", "transferring", "recovering", "skipped")
 
 
 def samples_trained(records: list[IslandRecord]) -> int | None:
-    """Samples of all inner steps, those of a later loss too; None where an island did not tell its batch size."""
-    total = 0
-    for incarnation in (each for record in records for each in record.incarnations):
-        steps, size = len(incarnation.of("step")), incarnation.start.get("global_batch_size")
-        if steps and size is None:
-            return None
-        total += steps * (size or 0)
-    return total
+    """Samples of the inner steps that were built on, those that were lost in other ways too; None where an island did not tell its
+    batch size."""
+    return _samples(records, lambda incarnation: len(incarnation.steps))
 
 
 def samples_lost(records: list[IslandRecord]) -> int | None:
     """Samples that were trained on without ever counting in a round that the swarm kept; of several fragments, in the one that
-    lost most. None where nothing was exchanged."""
-    trained, fragments = samples_trained(records), _fragments(records)
+    lost most. What a crash threw away is lost, also where it was trained on again. None where nothing was exchanged."""
+    trained, fragments = _samples(records, lambda incarnation: len(incarnation.of("step"))), _fragments(records)
     if trained is None or not fragments:
         return None
     return max(0, trained - min(_samples_counted(records, fragment) for fragment in fragments))
+
+
+def _samples(records: list[IslandRecord], num_steps: Callable[[Incarnation], int]) -> int | None:
+    total = 0
+    for incarnation in (each for record in records for each in record.incarnations):
+        steps, size = num_steps(incarnation), incarnation.start.get("global_batch_size")
+        if steps and size is None:
+            return None
+        total += steps * (size or 0)
+    return total
 
 
 def samples_repeated(records: list[IslandRecord]) -> int | None:
@@ -40,6 +45,15 @@ def samples_repeated(records: list[IslandRecord]) -> int | None:
         sum(_length(found) - _length(_union(found)) for found in _committed(records, fragment).values()) for fragment in fragments
     ]
     return max(repeated) if fragments else None
+
+
+def wall_seconds(records: list[IslandRecord]) -> float | None:
+    """Seconds in which any process of the run was at work: the time between stopping and going on is not its own."""
+    spans = []
+    for incarnation in (each for record in records for each in record.incarnations):
+        if times := [row["time"] for row in incarnation.rows if "time" in row]:
+            spans.append((min(times), max(times)))
+    return _length(_union(spans)) if spans else None
 
 
 def seconds_lost(records: list[IslandRecord]) -> dict[str, object]:

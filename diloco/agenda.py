@@ -23,7 +23,6 @@ class Agenda:
         self._schedule, self._section, self._exchange = schedule, section, exchange
         self._pacing, self._brings_early = pacing, brings_early
         self._timer = None if isinstance(schedule, StepSchedule) else RoundTimer(schedule, time.monotonic())
-        self._missed: set[int] = set()  # due while the round before was in flight
 
     def next(self, progress: Progress, log: Logbook) -> Boundary:
         """What to do now; asked again until nothing lands and nothing is launched. Waits for outcomes that are due."""
@@ -32,9 +31,9 @@ class Agenda:
         if landing:
             return Boundary(landing=tuple(self._outcome(flight) for flight in landing))
         if self._timer is None:
-            self._missed |= due & log.flights.keys()
+            log.missed |= due & log.flights.keys()
         if launching := [index for index in sorted(due - log.flights.keys()) if log.work[index].tokens]:
-            self._missed.difference_update(launching)
+            log.missed.difference_update(launching)
             return Boundary(launching=tuple(launching))
         early = [each for each in log.flights.values() if self._brings_early and not each.outcome and self._arrived(each)]
         return Boundary(arriving=tuple(self._outcome(flight) for flight in early))
@@ -52,7 +51,7 @@ class Agenda:
         everything = range(self._schedule.num_fragments)
         if self._timer is None:
             late = {index for index in everything if index not in log.flights and self._exchange.is_late(index)}
-            return {*self._schedule.launches(progress.step, self._pacing.periods), *late, *self._missed}
+            return {*self._schedule.launches(progress.step, self._pacing.periods), *late, *log.missed}
         if self._ends(progress):
             return {index for index in everything if self._exchange.called(index)}
         return set(self._timer.due(time.monotonic(), self._exchange.called))

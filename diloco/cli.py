@@ -5,10 +5,13 @@ import difflib
 import sys
 import textwrap
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import TYPE_CHECKING, Callable, Sequence
 
 from diloco.exchange.base import JoinError
 from islands.config_file import ConfigError
+
+if TYPE_CHECKING:
+    from diloco.saved_weights import SavedWeights
 
 NOT_FOUND = 1
 REFUSED = 2
@@ -22,23 +25,29 @@ def launch_command(arguments: Sequence[str]) -> int:
     parser = _parser(
         "launch",
         "Start all islands of a run on this machine, each under torchrun, and watch them until all are done. "
-        "Everything is checked before the first process starts. Ctrl-C ends all of them. An earlier run in run.dir is "
-        "moved aside.",
+        "Everything is checked before the first process starts. Ctrl-C (or SIGTERM) has them write a last checkpoint and "
+        "stop; the same command goes on from there. A second Ctrl-C ends them at once. A run in run.dir that is finished, "
+        "or has no checkpoint, is moved aside.",
         "examples:\n"
         "  diloco launch configs/quickstart.yaml\n"
         "  diloco launch configs/quickstart.yaml --islands 3 outer.sync_every=10 train.steps=100\n"
-        "  diloco launch configs/quickstart.yaml run.name=second run.device=cpu\n\n"
+        "  diloco launch configs/quickstart.yaml run.name=second run.device=cpu\n"
+        "  diloco launch configs/quickstart.yaml checkpoint.every=100 --max-restarts 3\n"
+        "  diloco launch configs/quickstart.yaml train.resume=never\n\n"
         "GPUs are divided among the islands if there is one for every rank; else all compute on the CPU.\n"
         "The run writes to run.dir (default runs/<run.name>): summary.json, report.png, island-<i>/log.txt, ...\n\n"
-        "exit code: 0 all islands are done; 2 the configuration can't be used; 130 interrupted; otherwise that of the\n"
-        "island that failed, after the end of its log.",
+        "exit code: 0 all islands are done, or have stopped as asked; 2 the configuration can't be used; 130 they were\n"
+        "ended at once; otherwise that of the island that failed, after the end of its log.",
     )
     _add_config(parser)
     parser.add_argument("--islands", type=int, metavar="N", help="how many islands; the same as swarm.islands=N")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="how often an island of which a rank died starts again (0)"
+    )
     chosen = parser.parse_intermixed_args(arguments)
     from diloco.launch import launch
 
-    return launch(chosen.config, chosen.overrides, chosen.islands)
+    return launch(chosen.config, chosen.overrides, chosen.islands, chosen.max_restarts)
 
 
 def status_command(arguments: Sequence[str]) -> int:
@@ -90,6 +99,70 @@ def report_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def export_command(arguments: Sequence[str]) -> int:
+    """write the weights of a run for other programs"""
+    parser = _parser(
+        "export",
+        "Write the weights of a run as a folder that transformers loads: config.json, safetensors, and the tokenizer of "
+        "model.init_from where the run has one. The checkpoint is checked first, and the folder appears whole or not at all.",
+        "examples:\n"
+        "  diloco export runs/quickstart\n"
+        "  diloco export runs/quickstart --out models/mine --dtype bf16\n"
+        "  diloco export runs/quickstart --weights own --island 1 --step 100\n\n"
+        "then, in Python:\n"
+        "  transformers.AutoModelForCausalLM.from_pretrained('runs/quickstart/export/step-200')\n\n"
+        "A checkpoint holds a pickle: export only runs of people whom you trust; what is written holds none.\n\n"
+        "exit code: 0 written; 2 there is no such checkpoint, or the folder exists or can't be written.",
+    )
+    _add_checkpoint(parser)
+    parser.add_argument("--format", choices=["hf"], default="hf", help="hf: as Hugging Face's LlamaForCausalLM (default)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="new folder to write (RUN_DIR/export/step-N)")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the tensors written (fp32)")
+    parser.add_argument("--shard-size", type=_positive, metavar="MB", default=5000, help="most megabytes of a file (5000)")
+    chosen = parser.parse_args(arguments)
+    from diloco.export import export, print_written
+
+    saved = _saved_weights(chosen)
+    target = chosen.out or chosen.run_dir / "export" / f"step-{saved.step}"
+    print_written(saved, export(saved, target, chosen.shard_size * 10**6, chosen.dtype))
+    return 0
+
+
+def generate_command(arguments: Sequence[str]) -> int:
+    """continue a text with the model of a run"""
+    parser = _parser(
+        "generate",
+        "Continue a text with the model of a run, from its newest checkpoint. The text appears as it is made, after the "
+        "prompt, on standard output; all else is on standard error.",
+        "examples:\n"
+        "  diloco generate runs/quickstart --prompt 'def main('\n"
+        "  diloco generate runs/quickstart --prompt 'import ' --tokens 500 --temperature 0\n"
+        "  diloco generate runs/quickstart --top-k 50 --top-p 0.9 --seed 1 < beginning.txt\n\n"
+        "A checkpoint holds a pickle: use only runs of people whom you trust.\n\n"
+        "exit code: 0 done; 2 there is no such checkpoint, or no prompt; 130 interrupted.",
+    )
+    _add_checkpoint(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="what to continue; by default what standard input has")
+    parser.add_argument("--tokens", type=_positive, metavar="N", default=200, help="how many to add (200)")
+    parser.add_argument(
+        "--temperature", type=_number(0, 100), metavar="T", default=0.8, help="0: always the likeliest; 1: as the model says (0.8)"
+    )
+    parser.add_argument("--top-k", type=_positive, metavar="K", default=0, help="only from the K likeliest tokens (all)")
+    parser.add_argument(
+        "--top-p", type=_number(1e-9, 1), metavar="P", default=1.0, help="only from the likeliest that have probability P together (1)"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="draw the same each time")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute (auto)")
+    chosen = parser.parse_args(arguments)
+    from diloco.generate import print_continuation
+
+    prompt = chosen.prompt if chosen.prompt is not None else "" if sys.stdin.isatty() else sys.stdin.read()
+    print_continuation(
+        _saved_weights(chosen), prompt, chosen.tokens, chosen.device, chosen.temperature, chosen.top_k, chosen.top_p, chosen.seed
+    )
+    return 0
+
+
 def key_command(arguments: Sequence[str]) -> int:
     """make the key of a private swarm"""
     parser = _parser(
@@ -138,6 +211,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": launch_command,
     "status": status_command,
     "report": report_command,
+    "export": export_command,
+    "generate": generate_command,
     "key": key_command,
 }
 
@@ -176,6 +251,43 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDE_HELP)
 
 
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Which run, and which of its weights."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, such as runs/quickstart")
+    parser.add_argument(
+        "--weights",
+        choices=["anchor", "own"],
+        help="what the islands last agreed on, or what one island has itself (anchor, if there is one)",
+    )
+    parser.add_argument("--island", type=int, metavar="N", help="from a checkpoint of this island (any)")
+    parser.add_argument("--step", type=int, metavar="N", help="from the checkpoint of this step (the newest)")
+
+
+def _saved_weights(chosen: argparse.Namespace) -> "SavedWeights":
+    from diloco.saved_weights import open_saved
+
+    return open_saved(
+        chosen.run_dir, chosen.weights, chosen.island, chosen.step, tell=lambda text: print(text, file=sys.stderr)
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} should be at least 1")
+    return value
+
+
+def _number(least: float, most: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = float(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} should be from {least:g} to {most:g}")
+        return value
+
+    return number
+
+
 def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"diloco {name}",
@@ -204,5 +316,6 @@ def _overview() -> str:
             "  diloco launch configs/quickstart.yaml",
             "  diloco status runs/quickstart",
             "  diloco report runs/quickstart",
+            "  diloco generate runs/quickstart --prompt 'def main('",
         ]
     )

@@ -14,27 +14,31 @@ class EagerStart:
 
     Args:
         state: its anchor is where the first period begins.
+
+    Attributes:
+        base: where the present period began.
+        offered: what was offered at the end of the last, and has not counted yet.
     """
 
     def __init__(self, state: FragmentState) -> None:
         self._state = state
-        self._base = state.anchor.clone()
-        self._offered = torch.zeros_like(self._base)
+        self.base = state.anchor.clone()
+        self.offered = torch.zeros_like(self.base)
 
     def restart(self) -> None:
         """The parameters were replaced by the anchor."""
-        self._base.copy_(self._state.anchor)
-        self._offered.zero_()
+        self.base.copy_(self._state.anchor)
+        self.offered.zero_()
 
     def skipped(self) -> None:
         """What was offered has not counted: it is part of what is offered next."""
-        self._base += self._offered
-        self._offered.zero_()
+        self.base += self.offered
+        self.offered.zero_()
 
     def left_out(self) -> None:
         """The same, and the anchor moved without this island, and the parameters with it."""
         self.skipped()
-        self._base += self._state.anchor - self._state.previous_anchor
+        self.base += self._state.anchor - self._state.previous_anchor
 
     def offer(self, share: float) -> None:
         """A period ends: make ``state.local``, which holds the parameters, as far from the anchor as they moved in it.
@@ -43,15 +47,10 @@ class EagerStart:
             share: of this island in ``state.mean``, of which what it offered last is part: the next period begins at a guess.
                 0 where there is no such mean: it begins where the island is.
         """
-        state, moved = self._state, self._base - self._state.local
+        state, moved = self._state, self.base - self._state.local
         if share:
-            state.look_ahead(state.mean + share * (moved - self._offered), out=self._base)
+            state.look_ahead(state.mean + share * (moved - self.offered), out=self.base)
         else:
-            self._base.copy_(state.local)
-        self._offered = moved
+            self.base.copy_(state.local)
+        self.offered.copy_(moved)
         torch.sub(state.anchor, moved, out=state.local)
-
-    @property
-    def start(self) -> torch.Tensor:
-        """Where the present period begins."""
-        return self._base

@@ -36,7 +36,9 @@ class Encoded:
         return sum(chunk.numel() for chunk in self.chunks)
 
 
-def encode_contribution(state: FragmentState, codec: Codec, position: int, decay: float = 1.0) -> Encoded:
+def encode_contribution(
+    state: FragmentState, codec: Codec, position: int, decay: float = 1.0, resumed: bool = False
+) -> Encoded:
     """Turn ``state.local`` into the contribution, in place, and encode that.
 
     With error feedback (``state.residual``) it is the pseudo-gradient plus ``decay`` times what was lost in encoding those
@@ -44,15 +46,20 @@ def encode_contribution(state: FragmentState, codec: Codec, position: int, decay
 
     Args:
         position: of the island's data; by it the agreed state tells whether this contribution has counted.
+        resumed: ``state.local`` is the contribution already, of norm ``state.contribution_norm``: the bytes become the same again.
     """
-    health = pseudo_gradient(state.anchor, state.local, out=state.local)
-    if not health.finite:
-        return Encoded(health.norm)
+    norm = state.contribution_norm if resumed else pseudo_gradient(state.anchor, state.local, out=state.local).norm
+    encoded = _encode(state, codec, position, 0.0 if resumed else decay, norm) if math.isfinite(norm) else Encoded(norm)
+    state.contributes(encoded.norm)
+    return encoded
+
+
+def _encode(state: FragmentState, codec: Codec, position: int, decay: float, norm: float) -> Encoded:
     state.offers(position)
     chunks, square = [], 0.0
     for piece in (chunk_slice(state.numel, index) for index in range(num_chunks(state.numel))):
         values = state.local[piece]
-        if state.residual is not None:
+        if state.residual is not None and decay:
             values.add_(state.residual[piece] * decay)
         try:
             chunks.append(codec.encode(values))
@@ -65,4 +72,4 @@ def encode_contribution(state: FragmentState, codec: Codec, position: int, decay
         square += float(wide @ wide)
     if not math.isfinite(square):  # the codec can't hold such values, which are as little use as parameters that are none
         return Encoded(square)
-    return Encoded(health.norm, square**0.5, chunks)
+    return Encoded(norm, square**0.5, chunks)

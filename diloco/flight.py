@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
-from diloco.exchange.base import RoundOutcome, Work
+from diloco.exchange.base import RoundOutcome, Seat, Work
 from diloco.uncounted import Uncounted
 from islands.parameter_mover import Incoming
 
@@ -54,22 +54,31 @@ class Logbook:
 
     Attributes:
         work: of each fragment, what no round has counted.
-        flights: rounds under way, by fragment.
         launched_at: of each fragment, at which inner step that was last.
+        tokens: of each fragment, what all committed rounds have counted.
+        shares: of this island in the mean that an eager start goes by, by fragment; 0: there is none.
+        flights: rounds under way, by fragment.
         finished: fragments whose last round has counted.
+        missed: those that were due while their round before was in flight; known to rank 0.
         inner_step: that this island has done, wherever in the run that is.
+        lease: the slot and epoch in which the next inner step is done.
     """
 
     work: list[Uncounted]
     launched_at: list[int]
+    tokens: list[int]
+    shares: list[float]
     flights: dict[int, Flight] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
+    missed: set[int] = field(default_factory=set)
     inner_step: int = 0
+    lease: tuple[int, int] = (0, 0)
 
     @classmethod
-    def begin(cls, fragments: int, position: int) -> "Logbook":
-        """Of an island that begins at ``position`` of its data."""
-        return cls([Uncounted(position) for _ in range(fragments)], [0] * fragments)
+    def begin(cls, fragments: int, seat: Seat) -> "Logbook":
+        """Of an island that takes its place."""
+        work = [Uncounted(seat.position) for _ in range(fragments)]
+        return cls(work, [0] * fragments, [seat.tokens] * fragments, [0.0] * fragments, lease=seat.lease)
 
 
 @dataclass(frozen=True)

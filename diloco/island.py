@@ -2,23 +2,31 @@
 
 import time
 from contextlib import ExitStack
+from functools import partial
 
 from diloco.config import RunConfig, SwarmSection
 from diloco.exchange.base import Exchange, JoinError, Seat
 from diloco.from_config import make_fragments, make_layout, make_schedule
+from diloco.outer_facts import OuterFacts
+from diloco.outer_resume import OuterResume
 from diloco.outer_round import Coordinator, OuterRound
 from diloco.outer_state import OuterState
 from diloco.report import write_report
-from islands import plugins
+from islands import plugins, resume
 from islands.agreement import check_agreement
+from islands.checkpoint import Checkpointer
+from islands.config_file import ConfigError
 from islands.fragments import Fragment, schema_hash, schema_of
 from islands.initialize import parameter_dtype
-from islands.island import build_island, load_corpus, meta_model
+from islands.island import Island, build_island, load_corpus, meta_model
 from islands.mesh import check_grid
 from islands.parameter_mover import ParameterMover
-from islands.process import Process, is_first_rank, pick_device, process_group, world_size
+from islands.process import Process, is_first_rank, num_restarts, pick_device, process_group, world_size
+from islands.progress import Progress
+from islands.resume import Chosen
 from islands.run import open_metrics
 from islands.sharing import FirstRankSays
+from islands.stopping import Stopped, Stopping
 from islands.train_loop import train
 
 _GRACE_SECONDS = 400.0  # on top of swarm.join_timeout: more than an exchange allows its own start on a busy machine
@@ -31,26 +39,30 @@ _STAGING_SECONDS = 5e-7  # for each parameter: an exchange that has begun to sta
 
 
 def run_island(config: RunConfig) -> None:
-    """Check everything, meet the other islands, train.
+    """Check everything, meet the other islands, train; from a checkpoint, where ``train.resume`` leads to one.
 
     Raises:
         ConfigError: before anything is started, or when the ranks were started with different configurations.
         JoinError: the swarm refused this island, or did not come together in time.
+        Stopped: someone wanted it to stop before it could begin.
     """
     check_grid(config, world_size())
     corpus, device = load_corpus(config), pick_device(config.run.device)
     schema = schema_of(meta_model(config))
     fragments = make_fragments(config, schema)
+    chosen, coordinator = _choose(config) if is_first_rank() else None, None
     with ExitStack() as stack:
-        coordinator = None
         if is_first_rank():  # first of all: the exchange process takes seconds to start, while the ranks meet
-            coordinator = _coordinator(config, fragments, f"{schema_hash(schema)} {parameter_dtype(config)}")
+            prefers = chosen.manifest.slot if chosen else -1
+            coordinator = _coordinator(config, fragments, f"{schema_hash(schema)} {parameter_dtype(config)}", prefers)
             stack.callback(coordinator.exchange.close)
         process = stack.enter_context(process_group(device, config.run.timeout))
+        stopping = stack.enter_context(Stopping(process, config.checkpoint.grace))
         check_agreement(config, process, may_differ=_OWN_AFFAIR)
+        chosen = FirstRankSays(process, "checkpoint to resume from")(chosen, config.run.timeout)
         island = build_island(config, process, corpus)
-        seat = _take_seat(coordinator and coordinator.exchange, process, config.swarm.join_timeout)
-        metrics = open_metrics(island, seat.slot, continues=seat.late)
+        seat = _take_seat(coordinator and coordinator.exchange, process, config.swarm.join_timeout, stopping)
+        metrics = open_metrics(island, seat.slot, continues=seat.late or chosen is not None)
         stack.callback(metrics.close)
         if seat.address:
             metrics.write("event", what="address", detail=seat.address)
@@ -63,27 +75,57 @@ def run_island(config: RunConfig) -> None:
             process,
             config.exchange.round_deadline + _STAGING_SECONDS * sum(fragment.numel for fragment in fragments),
         )
-        progress = outer_round.start(seat)
-        train(island, island.batches(config.swarm.max_slots), metrics, [outer_round], progress)
-        metrics.write("event", what="end", detail="all steps done")
+        if chosen:
+            progress = _go_on(island, chosen, outer_round, seat, fragments, coordinator and coordinator.state)
+            metrics.write("event", what="resumed", detail=chosen.event)
+        else:
+            progress = outer_round.start(seat)
+        batches = island.batches(config.swarm.max_slots)
+        with Checkpointer(island, metrics, outer_round, saved=progress if chosen and not seat.late else None) as checkpointer:
+            ended = train(island, batches, metrics, [outer_round], progress, checkpointer, stopping)
+        if coordinator and not ended:
+            coordinator.exchange.close(hurry=True)  # a grace is running
+        what, detail = ("end", "all steps done") if ended else ("stopped", f"on request after step {progress.step}")
+        metrics.write("event", what=what, detail=detail)
     if is_first_rank():
         write_report(config.run.dir)
 
 
-def _coordinator(config: RunConfig, fragments: list[Fragment], schema: str) -> Coordinator:
+def _choose(config: RunConfig) -> Chosen | None:
+    slot = config.swarm.slot if config.swarm.slot >= 0 else None
+    chosen = resume.choose(config, slot, partial(print, flush=True), restarted=num_restarts() > 0)
+    if chosen and not chosen.manifest.facts:
+        raise ConfigError(
+            f"{chosen.folder} is of an island that trained alone, outside of any swarm; to begin a swarm's run with its weights, export "
+            "them (diloco export) and set model.init_from to that folder"
+        )
+    return chosen
+
+
+def _go_on(
+    island: Island, chosen: Chosen, outer_round: OuterRound, seat: Seat, fragments: list[Fragment], state: OuterState | None
+) -> Progress:
+    outer = OuterResume(OuterFacts.from_json(chosen.manifest.facts), seat, outer_round, fragments, state)
+    stored = resume.stored_names(chosen)
+    targets = {name: target for name, target in outer.targets().items() if name in stored}  # error feedback may be new
+    return outer.go_on(resume.load(island, chosen, targets))
+
+
+def _coordinator(config: RunConfig, fragments: list[Fragment], schema: str, prefers: int) -> Coordinator:
     state = OuterState(make_layout(config, [fragment.numel for fragment in fragments]))
     exchange = plugins.load("diloco.exchange", config.exchange.type)
-    return Coordinator(exchange.build(config, state, schema), state)
+    return Coordinator(exchange.build(config, state, schema, prefers), state)
 
 
-def _take_seat(exchange: Exchange | None, process: Process, join_seconds: float) -> Seat:
+def _take_seat(exchange: Exchange | None, process: Process, join_seconds: float, stopping: Stopping) -> Seat:
     """Rank 0 joins the swarm; the others learn the seat, or why there is none, from it, however long it takes."""
     say, limit = FirstRankSays(process, "place in the swarm"), join_seconds + _GRACE_SECONDS
-    seat: Seat | JoinError | None = None
+    seat: Seat | JoinError | Stopped | None = None
     told = time.monotonic()
 
     def waiting() -> None:
         nonlocal told
+        stopping.raise_if_asked()
         if time.monotonic() > told + _WAITING_SECONDS:
             told = time.monotonic()
             say(None, limit)
@@ -91,12 +133,12 @@ def _take_seat(exchange: Exchange | None, process: Process, join_seconds: float)
     if exchange:
         try:
             seat = exchange.join(waiting)
-        except JoinError as error:
+        except (JoinError, Stopped) as error:
             seat = error
         say(seat, limit)
     else:
         while seat is None:
             seat = say(None, limit)
-    if isinstance(seat, JoinError):
+    if isinstance(seat, BaseException):
         raise seat
     return seat

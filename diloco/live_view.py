@@ -26,7 +26,7 @@ STATE_STYLES: dict[State, str] = {
 }
 
 #: What the table need not tell in words, and the state in which it leaves an island. The launcher knows all addresses.
-QUIET_EVENTS: dict[str, State | None] = {"start": "joining", "address": None, "end": "done"}
+QUIET_EVENTS: dict[str, State | None] = {"start": "joining", "address": None, "end": "done", "stopped": "stopped"}
 
 PLAIN_PROGRESS_SECONDS = 10.0
 REFRESH_SECONDS = 0.25
@@ -34,7 +34,13 @@ REFRESH_SECONDS = 0.25
 
 @dataclass
 class IslandProgress:
-    """How far one island is, as its rows tell."""
+    """How far one island is, as its rows tell.
+
+    Attributes:
+        saved: step of its newest checkpoint.
+        begun: how often it has begun, which is once if no rank dies.
+        finished: it has done all steps.
+    """
 
     island: int
     steps: int
@@ -45,6 +51,9 @@ class IslandProgress:
     committed: int = 0
     skipped: int = 0
     left_out: int = 0
+    saved: int | None = None
+    begun: int = 0
+    finished: bool = False
     first_step: tuple[float, int] | None = None
     last_step: tuple[float, int] | None = None
 
@@ -88,13 +97,19 @@ class IslandProgress:
         return f"round {row.get('round')}{fragment} {told} at step {row.get('step')}: {row.get('reason') or 'no reason given'}"
 
     def _apply_event(self, row: Row) -> str | None:
-        what = row.get("what")
-        if what == "start":  # again, maybe: the time between says nothing of its pace
-            self.first_step = self.last_step = None
+        what, detail = row.get("what"), row.get("detail")
         if what in QUIET_EVENTS:
             self.state = QUIET_EVENTS[what] or self.state
+            self.finished = self.finished or what == "end"
+            if what == "start":
+                self.begun += 1
+                self.first_step = self.last_step = None  # again, maybe: the time between says nothing of its pace
             return None
-        detail = row.get("detail")
+        if what == "checkpoint" and isinstance(detail, dict):
+            self.saved = detail.get("step", self.saved)
+            return None
+        if what == "resumed" and isinstance(detail, dict):
+            return f"goes on from the checkpoint of step {detail.get('step')}"
         return f"{what}: {detail}" if detail else str(what)
 
 
@@ -106,6 +121,9 @@ class View(Protocol):
 
     def notice(self, island: int, text: str) -> None:
         """Something that happened to an island and is worth telling at once."""
+
+    def tell(self, text: str) -> None:
+        """Something about the whole run that is worth telling at once."""
 
     def refresh(self, islands: Sequence[IslandProgress], force: bool = False) -> None:
         """Show how far the islands are, if it is time to (or ``force``)."""
@@ -133,7 +151,11 @@ class PlainView:
         print(f"island {island} | {text}")
 
     def notice(self, island: int, text: str) -> None:
-        """The island printed it too."""
+        """The island printed it too, where it is text."""
+
+    def tell(self, text: str) -> None:
+        """See :class:`View`."""
+        print(text, flush=True)
 
     def refresh(self, islands: Sequence[IslandProgress], force: bool = False) -> None:
         """See :class:`View`."""
@@ -160,6 +182,10 @@ def progress_line(progress: IslandProgress) -> str:
     if progress.tokens_per_second is not None:
         parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
     parts.append(f"rounds {_rounds(progress)}")
+    if progress.saved is not None:
+        parts.append(f"saved at {progress.saved}")
+    if progress.begun > 1:
+        parts.append(f"begun again {progress.begun - 1}x")
     if progress.state == "training" and (left := progress.seconds_left()) is not None:
         parts.append(f"{_clock(left)} left")
     return " · ".join(parts)
@@ -181,6 +207,10 @@ class TerminalView:
         """See :class:`View`."""
         self._console.print(Text(f"island {island} | ", style="bold yellow") + Text(text))
 
+    def tell(self, text: str) -> None:
+        """See :class:`View`."""
+        self._console.print(Text(text, style="bold"))
+
     def refresh(self, islands: Sequence[IslandProgress], force: bool = False) -> None:
         """See :class:`View`."""
         if force or time.monotonic() - self._shown_at >= REFRESH_SECONDS:
@@ -200,18 +230,19 @@ class TerminalView:
         table.add_column("state")
         table.add_column("step", justify="right", min_width=9)
         table.add_column("", width=24)
-        for name, width in (("loss", 7), ("tokens/s", 8), ("rounds", 6)):
+        for name, width in (("loss", 7), ("tokens/s", 8), ("rounds", 6), ("saved", 6)):
             table.add_column(name, justify="right", min_width=width)
         for progress in islands:
             speed = progress.tokens_per_second
             table.add_row(
                 str(progress.island),
-                Text(progress.state, style=STATE_STYLES[progress.state]),
+                Text(_state(progress), style=STATE_STYLES[progress.state]),
                 f"{progress.step}/{progress.steps}",
                 ProgressBar(total=progress.steps, completed=progress.step, width=24),
                 "–" if progress.loss is None else f"{progress.loss:.3f}",
                 "–" if speed is None else f"{speed:,.0f}",
                 _rounds(progress),
+                "–" if progress.saved is None else str(progress.saved),
             )
         return Group(self._headline(islands), table)
 
@@ -219,6 +250,10 @@ class TerminalView:
         headline = Text.assemble((self._title, "bold"), f" · {_clock(time.monotonic() - self._started)} elapsed")
         left = [seconds for progress in islands if (seconds := progress.seconds_left()) is not None]
         return headline.append(f" · about {_clock(max(left))} left") if left else headline
+
+
+def _state(progress: IslandProgress) -> str:
+    return progress.state if progress.begun < 2 else f"{progress.state} (begun again {progress.begun - 1}x)"
 
 
 def _rounds(progress: IslandProgress) -> str:

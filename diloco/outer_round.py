@@ -14,14 +14,17 @@ from torch import Tensor
 from diloco.adaptation import Pace
 from diloco.agenda import Agenda
 from diloco.config import OuterSection
+from diloco.course import Course
 from diloco.eager import EagerStart
 from diloco.exchange.base import Exchange, RoundOutcome, Seat
 from diloco.flight import Flight, Logbook, What
+from diloco.outer_checkpoint import Copying, OuterCopy
 from diloco.outer_state import FragmentState, OuterState
 from diloco.pace import Pacing
 from diloco.round_rows import write_round
-from diloco.schedule import Schedule, Standing, StepSchedule
+from diloco.schedule import Schedule
 from diloco.uncounted import fate_of
+from islands.checkpoint_part import Saved
 from islands.metrics import Metrics
 from islands.parameter_mover import Incoming, ParameterMover
 from islands.process import Process
@@ -62,15 +65,14 @@ class OuterRound:
         self._coordinator, self._metrics = coordinator, metrics
         self._say = FirstRankSays(process, "rounds that begin or end")
         self._several_ranks = process.world_size > 1
-        self._by_steps = isinstance(schedule, StepSchedule)
+        self._course = Course(schedule)
         self._wait_seconds = round_seconds + _GRACE_SECONDS
-        self._resumed, self._lease = 0.0, (0, 0)  # when the inner step that comes next could begin; in which slot and epoch it is
-        self._log = Logbook.begin(schedule.num_fragments, position=0)
-        self._swarm_tokens = [0] * schedule.num_fragments
-        self._shares = [0.0] * schedule.num_fragments  # of this island in the mean that an eager start goes by; 0: there is none
+        self._stepping_since = 0.0  # when the inner step that comes next could begin
+        self._log = Logbook.begin(schedule.num_fragments, Seat(slot=0))
         self._pacing: Pacing | None = None
         self._agenda: Agenda | None = None
         self._eager: list[EagerStart] = []
+        self._copying: Copying | None = None
 
     def start(self, seat: Seat) -> Progress:
         """Make the model's parameters the first anchor, or, where the run is in progress, the anchor the parameters.
@@ -87,22 +89,52 @@ class OuterRound:
             self._mover.gather(index, _OWNER, state and state.anchor).result()
             if state:
                 state.initialize()
-        progress, self._lease = Progress(slot=seat.slot, position=seat.position), seat.lease
-        self._swarm_tokens = [seat.tokens] * count
-        self._log = Logbook.begin(count, seat.position)
-        _stand(progress, self._schedule.joined(seat.step, seat.tokens))
+        progress, self._log = Progress(slot=seat.slot, position=seat.position), Logbook.begin(count, seat)
+        self._course.join(seat, progress)
         if self._coordinator:
             self._begin(self._coordinator)
-        self._resumed = time.monotonic()
+        self._stepping_since = time.monotonic()
         return progress
+
+    def go_on(self, log: Logbook, progress: Progress) -> Progress:
+        """Begin where an earlier process left off: outer state, parameters and all else are as they were then.
+
+        Args:
+            log: its flights without an outcome are launched again.
+
+        Returns:
+            ``progress``, where in the run that is.
+        """
+        self._log = log
+        if self._coordinator:
+            self._begin(self._coordinator)
+            for flight in log.flights.values():
+                if flight.outcome is None:
+                    self._coordinator.exchange.launch(flight.fragment, flight.work)
+        self._stepping_since = time.monotonic()
+        return progress
+
+    def make_eager_starts(self) -> list[EagerStart]:
+        """On rank 0, where rounds overlap eagerly: one for each fragment, kept, and returned to be filled."""
+        if self._coordinator and self._section.overlap == "eager":
+            self._eager = [EagerStart(fragment) for fragment in self._coordinator.state.fragments]
+        return self._eager
+
+    def snapshot(self) -> Callable[[], Saved]:
+        """See :class:`~islands.checkpoint_part.CheckpointPart`."""
+        if not self._coordinator:
+            return Saved
+        fragments, coordinator = self._mover.fragments, self._coordinator
+        copy = OuterCopy(self._log, fragments, coordinator.state, coordinator.exchange, self._eager)
+        self._copying = copy.copying
+        return copy.collect
 
     def _begin(self, coordinator: Coordinator) -> None:
         """What rank 0 does alone at the start."""
         exchange, state = coordinator.exchange, coordinator.state
         self._pacing = Pacing(self._section, state)
         self._agenda = Agenda(self._schedule, self._section, exchange, self._pacing, brings_early=self._several_ranks)
-        if self._section.overlap == "eager":
-            self._eager = [EagerStart(fragment) for fragment in state.fragments]
+        self._eager = self._eager or self.make_eager_starts()
         exchange.started()
 
     def after_step(self, progress: Progress, tokens: int) -> float:
@@ -111,19 +143,19 @@ class OuterRound:
         self._log.inner_step += 1
         for work in self._log.work:
             work.tokens += tokens
-        _stand(progress, self._schedule.stepped(_standing(progress)))
+        self._course.step(progress)
         if self._coordinator:
-            self._coordinator.exchange.progress(progress.step, tokens / (started - self._resumed))
-            self._pacing.stepped(started - self._resumed)
+            self._coordinator.exchange.progress(progress.step, tokens / (started - self._stepping_since))
+            self._pacing.stepped(started - self._stepping_since)
         while self._acts(progress):
             pass
-        if self._ends(progress):
+        if self._course.ends(progress):
             self._end_together(progress)
         if self._coordinator:
             for event in self._coordinator.exchange.events():
                 self._metrics.write("event", what=event.what, detail=event.detail)
-        self._resumed = time.monotonic()
-        return self._resumed - started
+        self._stepping_since = time.monotonic()
+        return self._stepping_since - started
 
     def _acts(self, progress: Progress) -> bool:
         """Do what rank 0 says. Returns whether that may have given rise to more."""
@@ -143,10 +175,14 @@ class OuterRound:
 
     def _launch(self, fragment: int, progress: Progress) -> None:
         pace = self._pacing.take(fragment) if self._pacing else Pace()
-        work = self._log.work[fragment].offer(progress.position, progress.step, pace, self._lease)
+        work = self._log.work[fragment].offer(progress.position, progress.step, pace, self._log.lease)
         flight = Flight(fragment, self._mover.numel(fragment), work, self._log.inner_step, progress.slot)
         self._log.flights[fragment], self._log.launched_at[fragment] = flight, self._log.inner_step
         state = self._state(fragment)
+        if state:
+            if self._copying:
+                self._copying.wait(fragment)
+            state.takes_parameters()
 
         def offer() -> None:
             flight.gather_seconds = flight.age
@@ -157,17 +193,17 @@ class OuterRound:
         flight.gathered = self._mover.gather(fragment, _OWNER, state and state.local, *(() if eager else (offer,)))
         if eager:
             flight.gathered.result()
-            self._go_on_eagerly(fragment, ends=self._ends(progress))
+            self._go_on_eagerly(fragment, ends=self._course.ends(progress))
             offer()
         flight.stall_seconds += flight.age
 
     def _go_on_eagerly(self, fragment: int, ends: bool) -> None:
         """Offer what was done in the period that ends here, and begin the next where the anchor will probably be."""
-        share, self._shares[fragment] = self._shares[fragment], 0.0
+        share, self._log.shares[fragment] = self._log.shares[fragment], 0.0
         if self._eager:
             self._eager[fragment].offer(share)
         if share and not ends:
-            source = self._eager[fragment].start if self._eager else None
+            source = self._eager[fragment].base if self._eager else None
             self._mover.scatter(fragment, _OWNER, source).apply()
 
     # -- landing -------------------------------------------------------------------------------------------------------
@@ -175,11 +211,12 @@ class OuterRound:
     def _land(self, outcome: RoundOutcome, progress: Progress) -> None:
         """Let progress and parameters follow an outcome."""
         began, flight, taken = time.monotonic(), self._log.flights.pop(outcome.fragment), progress.position
+        flight.outcome = outcome
         if flight.void:
             self._over(flight, outcome, progress)
             return
-        self._follow(outcome, flight, progress)
-        last = self._ends(progress) and self._no_other_follows(flight)
+        self._course.follow(outcome, flight, progress, self._log)
+        last = self._course.ends(progress) and self._course.is_last(flight, self._log)
         fate = fate_of(flight.work, outcome, self._section.left_out, last)
         if outcome.seat:
             for other in self._log.flights.values():
@@ -207,7 +244,7 @@ class OuterRound:
             self._metrics.write("event", what="adapted", detail=told)
         self._over(flight, outcome, progress)
         lost = fate.reason
-        if last and self._by_steps and (outcome.kind, fate.kind) == ("skipped", "kept"):  # nothing replaces these parameters
+        if last and self._course.by_steps and (outcome.kind, fate.kind) == ("skipped", "kept"):  # nothing replaces these parameters
             lost = f"the last round was skipped ({outcome.reason})"
         if lost:
             self._metrics.write("event", what="dropped", detail=f"{taken - flight.work.start} sequences: {lost}")
@@ -217,43 +254,19 @@ class OuterRound:
             self._agenda.landed(flight)
         write_round(self._metrics, flight, outcome, progress.step, self._schedule.num_fragments)
 
-    def _follow(self, outcome: RoundOutcome, flight: Flight, progress: Progress) -> None:
-        """Go on where the swarm is: in time, and in the slot's data."""
-        if seat := outcome.seat:
-            progress.slot, progress.position, self._lease = seat.slot, seat.position, seat.lease
-            self._swarm_tokens = [seat.tokens] * len(self._swarm_tokens)
-            self._log.finished.clear()
-            _stand(progress, self._schedule.joined(seat.step, seat.tokens))
-        elif outcome.kind != "skipped":
-            progress.position = max(progress.position, outcome.position)
-            self._swarm_tokens[outcome.fragment] = outcome.tokens
-            if self._by_steps and outcome.step >= self._schedule.steps:
-                self._log.finished.add(outcome.fragment)
-            step = outcome.step
-            if outcome.kind == "committed" and step:  # the members were there when they launched, and went on like this one
-                step = max(progress.step, step + self._log.inner_step - flight.inner_step)
-            finished = not self._by_steps or len(self._log.finished) == self._schedule.num_fragments
-            _stand(progress, self._schedule.landed(_standing(progress), step, min(self._swarm_tokens), finished))
-
-    def _no_other_follows(self, flight: Flight) -> bool:
-        return not self._by_steps or flight.fragment in self._log.finished or flight.inner_step == self._log.inner_step
-
     def _merge(self, flight: Flight, outcome: RoundOutcome, last: bool) -> None:
         """The island's work has counted: let its parameters meet the anchor."""
         if self._section.overlap == "eager" and not last:
-            self._shares[flight.fragment] = outcome.share(flight.slot)
+            self._log.shares[flight.fragment] = outcome.share(flight.slot)
             return
         self._bring(flight, "anchor")
         alpha = 0.0 if last else self._section.merge_alpha
         flight.incoming[1].apply(partial(Tensor.lerp_, weight=1 - alpha) if alpha else Tensor.copy_)
 
-    def _ends(self, progress: Progress) -> bool:
-        return progress.lr_step >= self._schedule.steps
-
     def _end_together(self, progress: Progress) -> None:
         """No round follows. By the clock there is no last one of every fragment; nor where the others had it without this island."""
         for index, work in enumerate(self._log.work):
-            if not self._by_steps or work.tokens and index in self._log.finished:
+            if not self._course.by_steps or work.tokens and index in self._log.finished:
                 self._tell_dropped(index, progress, "the run has ended")
                 self._take_anchor(index, progress)
 
@@ -270,7 +283,7 @@ class OuterRound:
         self._restart_eagerly(fragment, EagerStart.restart)
 
     def _restart_eagerly(self, fragment: int, how: Callable[[EagerStart], None]) -> None:
-        self._shares[fragment] = 0.0
+        self._log.shares[fragment] = 0.0
         if self._eager:
             how(self._eager[fragment])
 
@@ -296,11 +309,3 @@ class OuterRound:
 
     def _state(self, fragment: int) -> FragmentState | None:
         return self._coordinator.state.fragments[fragment] if self._coordinator else None
-
-
-def _standing(progress: Progress) -> Standing:
-    return Standing(progress.step, progress.lr_step)
-
-
-def _stand(progress: Progress, standing: Standing) -> None:
-    progress.step, progress.lr_step = standing

@@ -72,6 +72,7 @@ class FragmentState:
         self._staged = False  # known to the process that stages
         self._active = memory.take(1, torch.int64)  # bit 0: the agreed copy of the state; bit 1: that of the residual
         self._offered = memory.take(1, torch.int64)
+        self._contribution = memory.take(2, torch.float64)  # whether local holds one; its norm
         self._heights = memory.take(2, torch.int64)
         self._digests = [memory.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
         self._lineages = [memory.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
@@ -139,6 +140,20 @@ class FragmentState:
     def offered(self) -> int:
         """The position that :meth:`offers` was last told; 0 where nothing was offered since the slot was taken."""
         return int(self._offered)
+
+    def contributes(self, norm: float) -> None:
+        """:attr:`local` holds a contribution now, and no parameters."""
+        self._contribution[1] = norm
+        self._contribution[0] = 1
+
+    def takes_parameters(self) -> None:
+        """:attr:`local` is about to be written by the trainer."""
+        self._contribution[0] = 0
+
+    @property
+    def contribution_norm(self) -> float | None:
+        """Of the pseudo-gradient in :attr:`local`; not finite where that can't be sent; None while there is none."""
+        return float(self._contribution[1]) if self._contribution[0] else None
 
     def forget_residual(self) -> None:
         """The island's contributions until now are none of the agreed state's: it has another slot, or a new run."""
@@ -242,10 +257,17 @@ class FragmentState:
 
     def seal_received(self, height: int, lineage: str, ledger: Ledger) -> str:
         """Finish a state written into :meth:`staged_tensors`; returns its SHA-256 (hex) for the caller to check."""
-        self._ledgers[1 - self._now].copy_(_to_tensor(ledger.to_bytes()))
-        digest = self._seal(1 - self._now, height, parent=b"")
-        self._lineages[1 - self._now].copy_(_to_tensor(bytes.fromhex(lineage)))
-        return digest
+        return self._seal_as(1 - self._now, height, lineage, ledger)
+
+    def resume(self, height: int, lineage: str, ledger: Ledger, offered: int) -> str:
+        """Make what was written into :attr:`anchor` and :attr:`optimizer_state` the agreed state; returns its SHA-256 (hex)."""
+        self._offered.fill_(offered)
+        return self._seal_as(self._now, height, lineage, ledger)
+
+    @property
+    def version(self) -> tuple[int, int, str]:
+        """Another one after every commit: what was copied meanwhile may be of two states."""
+        return int(self._active), self.height, self.digest
 
     def commit(self, slot: int) -> None:
         """Swap: the staged state becomes the agreed one, and with it the residual of what it counts.
@@ -280,6 +302,12 @@ class FragmentState:
         self._heights[copy] = height
         self._staged = copy != self._now
         return digest.hexdigest()
+
+    def _seal_as(self, copy: int, height: int, lineage: str, ledger: Ledger) -> str:
+        self._ledgers[copy].copy_(_to_tensor(ledger.to_bytes()))
+        digest = self._seal(copy, height, parent=b"")
+        self._lineages[copy].copy_(_to_tensor(bytes.fromhex(lineage)))
+        return digest
 
     def _hash(self, copy: int) -> "hashlib._Hash":
         digest = hashlib.sha256()

@@ -11,7 +11,7 @@ from typing import Any, Callable
 from rich.console import Console
 from rich.table import Table
 
-from diloco.accounting import CAUSES, samples_lost, samples_repeated, samples_trained, seconds_lost
+from diloco.accounting import CAUSES, samples_lost, samples_repeated, samples_trained, seconds_lost, wall_seconds
 from diloco.report_figure import draw_report
 from diloco.run_files import Row, write_atomically
 from diloco.run_record import IslandRecord, read_run
@@ -21,19 +21,25 @@ Summary = dict[str, Any]
 GRADIENT_BYTES = 4  # data-parallel training is taken to reduce fp32 gradients
 LEAST_SECONDS_TOLD = 0.1
 
+_CHECKPOINT_EVENTS = {
+    "written": "checkpoint",
+    "failed": "checkpoint_failed",
+    "skipped": "checkpoint_skipped",
+    "resumes": "resumed",
+}
+
 
 def summarize(run_dir: Path) -> Summary:
     """The figures of ``summary.json``. None stands for what was not measured, never for zero."""
     records = read_run(run_dir)
     parameters = next((record.parameters for record in records if record.parameters), None)
     measured = any(record.rows for record in records)
-    times = [row["time"] for record in records for row in record.rows if "time" in row]
     return {
         "tokens": sum(row.get("tokens", 0) for record in records for row in record.steps),
         "final_loss": _mean_where_furthest(records, lambda record: record.steps),
         "eval_loss": _mean_where_furthest(records, lambda record: record.evals),
         "eval_loss_start": _mean([record.evals[0].get("loss") for record in records if _starts_at_zero(record.evals)]),
-        "wall_seconds": max(times) - min(times) if times else None,
+        "wall_seconds": wall_seconds(records),
         "compute_utilization": _mean([_compute_utilization(record) for record in records]),
         "bytes_sent": sum(record.bytes_sent for record in records) if measured else None,
         "data_parallel_bytes": _data_parallel_bytes(records, parameters),
@@ -46,6 +52,8 @@ def summarize(run_dir: Path) -> Summary:
         "samples_lost": samples_lost(records),
         "samples_repeated": samples_repeated(records),
         "seconds_lost": seconds_lost(records) if measured else None,
+        "steps_lost_to_crashes": sum(record.num_lost_steps for record in records) if measured else None,
+        "checkpoints": _checkpoints(records) if measured else None,
     }
 
 
@@ -62,6 +70,18 @@ def write_report(run_dir: str | Path) -> Summary:
     draw_report(_headline(run_dir.resolve().name, summary), read_run(run_dir)).savefig(picture, format="png", dpi=150)
     write_atomically(run_dir / "report.png", picture.getvalue())
     return summary
+
+
+def _checkpoints(records: list[IslandRecord]) -> dict[str, Any]:
+    """Of all islands together; the seconds for which training stood still are a mean over islands."""
+    counts = {name: sum(len(record.events(what)) for record in records) for name, what in _CHECKPOINT_EVENTS.items()}
+    stalls = [sum(_stall_seconds(row) for row in record.events("checkpoint")) for record in records]
+    return {**counts, "stall_seconds": fmean(stalls)}
+
+
+def _stall_seconds(row: Row) -> float:
+    detail = row.get("detail")
+    return detail.get("stall_seconds", 0.0) if isinstance(detail, dict) else 0.0
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -162,6 +182,7 @@ def _summary_lines(run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
         ("sent", traffic),
         ("rounds", rounds),
         *_loss_lines(summary),
+        *_checkpoint_lines(summary),
         ("digests", agree.get(summary["digests_agree"], "[bold white on red] DIFFERENT: the islands do not agree [/]")),
         ("files", f"summary.json, report.png and a folder for each island in {run_dir}"),
     ]
@@ -181,6 +202,23 @@ def _loss_lines(summary: Summary) -> list[tuple[str, str]]:
         told = ", ".join(f"{seconds[cause]:.1f} s {name}" for cause, name in names.items() if seconds[cause] >= 0.05)
         lines.append(("time lost", f"{told}{' (mean of the islands)' if summary['islands'] > 1 else ''}"))
     return lines
+
+
+def _checkpoint_lines(summary: Summary) -> list[tuple[str, str]]:
+    """Nothing where there was none."""
+    counts, lost = summary["checkpoints"] or {}, summary["steps_lost_to_crashes"]
+    parts = []
+    if counts.get("written"):
+        parts.append(f"{counts['written']} written, for which training stood still {counts['stall_seconds']:.2f} s")
+    if counts.get("failed"):
+        parts.append(f"[bold white on red] {counts['failed']} FAILED [/]")
+    if counts.get("skipped"):
+        parts.append(f"{counts['skipped']} skipped")
+    if counts.get("resumes"):
+        parts.append(f"resumed {counts['resumes']} times")
+    if lost:
+        parts.append(f"{lost} steps lost to crashes")
+    return [("checkpoints", ", ".join(parts))] if parts else []
 
 
 def _islands(summary: Summary) -> str:

@@ -25,7 +25,7 @@ def draw_report(headline: str, records: list[IslandRecord]) -> "Figure":
         color = f"C{record.island % 10}"
         label = f"island {record.island}" if len(records) <= ISLANDS_IN_LEGEND else None
         for number, incarnation in enumerate(record.incarnations):  # a line of its own for each: there is a gap between
-            steps = incarnation.of("step")
+            steps = incarnation.steps
             _draw_losses(losses, *_over_tokens(incarnation, steps, "loss"), color, None if number else label)
             speeds.plot(*_over_tokens(incarnation, steps, "tokens_per_second"), color=color, linewidth=0.8)
     for record in records:
@@ -90,7 +90,7 @@ def _draw_evals(panel: "Axes", record: IslandRecord, color: str) -> None:
     """Loss on held-out text, which training never sees."""
     for number, incarnation in enumerate(record.incarnations):
         panel.plot(
-            *_over_tokens(incarnation, incarnation.of("eval"), "loss"),
+            *_over_tokens(incarnation, incarnation.evals, "loss"),
             linestyle="none",
             marker="o",
             markersize=6,

@@ -1,14 +1,19 @@
 """The files of a run: where they lie, and how rows are read while they are being written."""
 
 import contextlib
+import fcntl
+import itertools
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from islands.config_file import ConfigError
 
 Row = dict[str, Any]
+
+#: Any of these, or a folder of an island, makes a folder that of a run.
+_OF_A_RUN = ("config.resolved.yaml", "checkpoints")
 
 
 def island_dir(run_dir: Path, island: int) -> Path:
@@ -44,6 +49,13 @@ def metrics_files(run_dir: Path, island: int) -> list[Path]:
 def log_file(run_dir: Path, island: int) -> Path:
     """All that one island printed, where the launcher started it."""
     return island_dir(run_dir, island) / "log.txt"
+
+
+def set_aside(path: Path) -> None:
+    """Free the name of a file that an earlier process left: nothing is overwritten. ``log.txt`` becomes ``log.<n>.txt``."""
+    if path.exists():
+        numbers = itertools.count(1)
+        path.rename(next(free for number in numbers if not (free := path.with_stem(f"{path.stem}.{number}")).exists()))
 
 
 class LineTail:
@@ -100,6 +112,40 @@ def write_atomically(path: Path, content: bytes) -> None:
     os.replace(staged, path)
 
 
+def lock_run_dir(run_dir: Path) -> BinaryIO:
+    """Keep others from starting a run in ``run_dir``, for as long as what this returns is open, here or in a process that inherited it.
+
+    Raises:
+        ConfigError: somebody has the lock, which lies beside the folder, or it can't be made.
+    """
+    run_dir = run_dir.resolve()
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        lock = run_dir.with_name(f".{run_dir.name}.lock").open("ab")
+    except OSError as error:
+        raise _unwritable(run_dir, error) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(f"run.dir={run_dir} is in use: a run goes on in it, or is ending. Wait, or choose another folder") from None
+    return lock
+
+
+def keep_run_dir(run_dir: Path) -> None:
+    """Make ``run_dir``, or leave it as it is where a run lies there that goes on.
+
+    Raises:
+        ConfigError: what lies there is not a run, or it can't be made.
+    """
+    try:
+        if run_dir.exists():
+            _refuse_others(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from None
+
+
 def make_run_dir(run_dir: Path) -> Path | None:
     """Make an empty ``run_dir``. An earlier run that lies there is moved aside.
 
@@ -111,17 +157,28 @@ def make_run_dir(run_dir: Path) -> Path | None:
     """
     moved = None
     try:
-        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-            moved = _move_aside(run_dir)
+        if run_dir.exists():
+            _refuse_others(run_dir)
+            moved = _move_aside(run_dir) if any(run_dir.iterdir()) else None
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.dir={run_dir}: {error.strerror}. Choose a folder that can be written to") from None
+        raise _unwritable(run_dir, error) from None
     return moved
 
 
-def _move_aside(run_dir: Path) -> Path:
-    if not run_dir.is_dir() or not (island_dirs(run_dir) or (run_dir / "config.resolved.yaml").exists()):
+def _refuse_others(run_dir: Path) -> None:
+    is_run = run_dir.is_dir() and (
+        not any(run_dir.iterdir()) or island_dirs(run_dir) or any((run_dir / name).exists() for name in _OF_A_RUN)
+    )
+    if not is_run:
         raise ConfigError(f"run.dir={run_dir} exists and holds no run, so it stays as it is. Choose another folder")
+
+
+def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run.dir={run_dir}: {error.strerror}. Choose a folder that can be written to")
+
+
+def _move_aside(run_dir: Path) -> Path:
     source = run_dir.resolve()
     number = 1
     while (aside := source.with_name(f"{source.name}.{number}")).exists():

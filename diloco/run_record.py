@@ -1,8 +1,10 @@
 """What the islands of a run recorded, put together over restarts."""
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,31 @@ from islands.config_file import ConfigError
 
 @dataclass(frozen=True)
 class Incarnation:
-    """What one process of an island wrote, in order."""
+    """What one process of an island wrote, in order.
+
+    Attributes:
+        kept: how many of its steps later processes have built on; None: all. One that goes on from an older checkpoint does the others
+            again.
+    """
 
     rows: list[Row]
+    kept: int | None = None
+
+    @property
+    def steps(self) -> list[Row]:
+        """Inner steps that were built on."""
+        return self.of("step")[: self.kept]
+
+    @property
+    def lost_steps(self) -> list[Row]:
+        """Inner steps that a crash threw away."""
+        return [] if self.kept is None else self.of("step")[self.kept :]
+
+    @cached_property
+    def evals(self) -> list[Row]:
+        """Evaluations of what was built on."""
+        lost = next(iter(self.lost_steps), None)
+        return [row for row in takewhile(lambda row: row is not lost, self.rows) if row["kind"] == "eval"]
 
     def of(self, kind: str) -> list[Row]:
         """Rows of one kind."""
@@ -45,8 +69,13 @@ class IslandRecord:
 
     @cached_property
     def steps(self) -> list[Row]:
-        """Inner steps; a number may come twice, where a process began again further back."""
-        return self._of("step")
+        """Inner steps that count: where a process began again further back, those that came after are not among them."""
+        return [row for incarnation in self.incarnations for row in incarnation.steps]
+
+    @property
+    def num_lost_steps(self) -> int:
+        """Inner steps that a crash threw away."""
+        return sum(len(incarnation.lost_steps) for incarnation in self.incarnations)
 
     @cached_property
     def rounds(self) -> list[Row]:
@@ -55,8 +84,8 @@ class IslandRecord:
 
     @cached_property
     def evals(self) -> list[Row]:
-        """Evaluations."""
-        return self._of("eval")
+        """Evaluations, without those of steps that a crash threw away."""
+        return [row for incarnation in self.incarnations for row in incarnation.evals]
 
     @property
     def parameters(self) -> int | None:
@@ -93,6 +122,10 @@ class IslandRecord:
         """Rounds that ended like that."""
         return sum(row.get("outcome") == outcome for row in self.rounds)
 
+    def events(self, what: str) -> list[Row]:
+        """Events of one name."""
+        return [row for incarnation in self.incarnations for row in incarnation.events(what)]
+
     def _of(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] == kind]
 
@@ -115,7 +148,21 @@ def _incarnations(run_dir: Path, island: int) -> Iterator[Incarnation]:
     """Those of the run that wrote last: a process that started a run afresh leaves the files before it to an earlier run."""
     found = [Incarnation(read_rows(path)) for path in metrics_files(run_dir, island)]
     afresh = [number for number, each in enumerate(found) if each.start.get("continues") is False]
-    yield from found[afresh[-1] if afresh else 0 :]
+    yield from _without_what_was_lost(found[afresh[-1] if afresh else 0 :])
+
+
+def _without_what_was_lost(incarnations: list[Incarnation]) -> list[Incarnation]:
+    """A process takes the sequences of its slot in order. What an earlier one did with those from where it began on was lost."""
+    begun: dict[int, int] = {}  # by slot, the first sequence of the processes after
+    result: list[Incarnation] = []
+    for each in reversed(incarnations):
+        steps, size = each.of("step"), each.start.get("global_batch_size")
+        built_on = takewhile(lambda row: row.get("position", 0) <= begun.get(row.get("slot", 0), math.inf), steps)
+        result.insert(0, replace(each, kept=sum(1 for _ in built_on)))
+        if steps and size and "position" in steps[0]:
+            slot, first = steps[0].get("slot", 0), steps[0]["position"] - size
+            begun[slot] = min(first, begun.get(slot, first))
+    return result
 
 
 def _gives_up(row: Row, earlier: Row) -> bool:

@@ -15,7 +15,8 @@ def main() -> int:
         prog="python -m islands",
         description="Train one island alone: a plain sharded trainer. Start it under torchrun for more than one rank.",
         epilog="example: torchrun --standalone --nproc-per-node 2 -m islands configs/quickstart.yaml train.steps=50\n"
-        "exit code: 0 trained to the end; 2 the configuration can't be used; otherwise a rank failed and its message says why",
+        "exit code: 0 trained to the end, or stopped as asked (SIGTERM, Ctrl-C); 2 the configuration can't be used;\n"
+        "else a rank failed and said why",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="YAML file; the sections outer, exchange and swarm are skipped")

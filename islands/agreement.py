@@ -14,12 +14,13 @@ import torch.distributed as dist
 from islands.config import IslandConfig
 from islands.config_file import ConfigError
 from islands.fragments import schema_hash, schema_of
+from islands.huggingface import open_weights
 from islands.island import meta_model
 from islands.mesh import check_grid
 from islands.process import Process
 
 #: Paths may be others on each machine; all other keys decide what is computed and when ranks wait for each other.
-MAY_DIFFER = ("run.dir", "data.paths")
+MAY_DIFFER = ("run.dir", "data.paths", "model.init_from")
 
 _ABSENT = "(absent)"
 
@@ -31,14 +32,17 @@ def check_agreement(config: IslandConfig, process: Process, may_differ: Collecti
         may_differ: keys, or whole sections, that need not be equal, beside ``MAY_DIFFER``.
 
     Raises:
-        ConfigError: on all ranks, naming those that differ from most, and in what.
+        ConfigError: on all ranks, naming those that differ from most, and in what; or weights can't be used.
         RuntimeError: a rank did not come within ``process.timeout`` seconds.
     """
     if process.world_size == 1:
         return
+    model = meta_model(config)
+    weights = open_weights(config.model, model)
     facts = {
         **dict(_flat(config.model_dump(), {*MAY_DIFFER, *may_differ})),
-        "the model's schema": schema_hash(schema_of(meta_model(config)))[:16],
+        "the model's schema": schema_hash(schema_of(model))[:16],
+        "the weights in model.init_from": weights.fingerprint()[:16] if weights else "",
         "the grid": str(check_grid(config, process.world_size)),
         "the device": process.device.type,
         "torch": torch.__version__,

@@ -52,10 +52,9 @@ class CheckpointWriter:
         Raises:
             CheckpointFailed: nothing of it is left on the disk.
         """
-        folder = None
+        saved = self._on_each(collect)  # before anything that a slow disk holds up: training may soon wait for it
+        folder = self._together(lambda: self._start(progress))[0]
         try:
-            folder = self._together(lambda: self._start(progress))[0]
-            saved = self._on_each(collect)
             self._save(folder, tensors | saved.tensors)
             written: dict[str, dict[str, Any]] = {}
             for mine in self._together(lambda: self._describe(folder)):
@@ -65,8 +64,7 @@ class CheckpointWriter:
             )
             return self._together(lambda: self._finish(folder, manifest))[0], manifest
         except BaseException:
-            if folder:
-                files.discard(folder)
+            files.discard(folder)
             raise
 
     def _start(self, progress: Progress) -> Path | None:

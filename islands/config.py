@@ -129,6 +129,11 @@ class ModelSection(PluginSection):
     """Keys that every model family has."""
 
     num_layers: int = Field(0, ge=0, description="blocks: what strategies wrap, and what pipeline stages are made of")
+    init_from: str = Field(
+        "",
+        description="folder with config.json and *.safetensors, as Hugging Face has them, whose sizes (in place of a preset's) and "
+        "weights the model begins with; empty: fresh weights",
+    )
 
 
 class TrainSection(Section):

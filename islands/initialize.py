@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from islands.config import IslandConfig
+from islands.huggingface import Weights
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
@@ -50,23 +51,38 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @torch.no_grad()
 def initialize(
-    parts: Iterable[nn.Module], device: torch.device, dtype: torch.dtype, seed: int, offloaded: bool = False
+    parts: Iterable[nn.Module],
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    offloaded: bool = False,
+    weights: Weights | None = None,
 ) -> None:
     """Give a rank's parts of a model, built on the meta device, their memory and weights.
 
     A rank draws one whole parameter at a time on the CPU and keeps its shard, so the whole model never exists on one rank, and
     no mesh, device or order of modules changes a bit.
+
+    Args:
+        weights: what the model begins with instead, as far as they go; a rank reads its shards of them.
     """
     for part in parts:
         part.to_empty(device="cpu" if offloaded else device)
         part.tie_weights()  # to_empty gives every module a tensor of its own
         part.init_buffers(device, dtype)
         for name, parameter in named_parameters([part]).items():
-            generator = torch.Generator().manual_seed(_seed_of(name, seed))
-            whole = torch.empty(parameter.shape, dtype=torch.float32)
-            part.init_parameter(name, generator, whole)
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(local_part(whole, parameter))
+            if weights is None or not weights.cover(name):
+                local.copy_(local_part(_draw(part, name, parameter, seed), parameter))
+            if weights is not None:
+                weights.read(name, local_box(parameter)[0], local)
+
+
+def _draw(part: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
+    """The whole parameter, fp32 on the CPU."""
+    whole = torch.empty(parameter.shape, dtype=torch.float32)
+    part.init_parameter(name, torch.Generator().manual_seed(_seed_of(name, seed)), whole)
+    return whole
 
 
 def _seed_of(name: str, seed: int) -> int:

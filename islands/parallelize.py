@@ -9,6 +9,7 @@ from torch import nn
 
 from islands.config import IslandConfig
 from islands.forward_backward import ForwardBackward, WholeModel
+from islands.huggingface import open_weights
 from islands.initialize import initialize, parameter_dtype
 from islands.mesh import Grid, IslandMesh
 from islands.process import Process
@@ -38,7 +39,11 @@ def parallelize(model: nn.Module, grid: Grid, mesh: IslandMesh, process: Process
     The order matters: each pipeline stage is treated like a model; recomputation wraps what tensor parallelism has cut,
     compilation sees what is recomputed, and sharding wraps compiled blocks. Only DistributedDataParallel wants weights
     to be there already.
+
+    Raises:
+        ConfigError: the weights in ``model.init_from`` are not those of the model.
     """
+    weights = open_weights(config.model, model)
     train, axis = config.train, mesh.root["pipeline"]
     parts = pipeline.split(model, config.parallel, axis) if grid.pipeline > 1 else [model]
     for part in parts:
@@ -50,7 +55,7 @@ def parallelize(model: nn.Module, grid: Grid, mesh: IslandMesh, process: Process
             for block in part.blocks.values():
                 block.compile()
     wrapped = [_data_parallel(part, grid, mesh, config) for part in parts]
-    initialize(parts, process.device, parameter_dtype(config), config.run.seed, config.parallel.cpu_offload)
+    initialize(parts, process.device, parameter_dtype(config), config.run.seed, config.parallel.cpu_offload, weights)
     loss_context = partial(tensor.loss_context, grid.tensor)
     if grid.pipeline > 1:
         pipelined = pipeline.Pipeline(wrapped, axis, config, grid, process.device, loss_context)

@@ -79,10 +79,13 @@ class ParameterMover:
 
     What this rank holds is copied at once, so that training may go on. Each element is gathered once, and sent only to the ranks
     that hold it.
+
+    Attributes:
+        fragments: what it moves, in their order.
     """
 
     def __init__(self, parts: list[nn.Module], fragments: list[Fragment], process: Process) -> None:
-        self._parts, self._fragments, self._rank = parts, fragments, process.rank
+        self._parts, self.fragments, self._rank = parts, fragments, process.rank
         first = next(parts[0].parameters())
         self._dtype, self._device = first.dtype, first.device
         self._group = background_group(process) if process.world_size > 1 else None
@@ -95,7 +98,7 @@ class ParameterMover:
 
     def numel(self, fragment: int) -> int:
         """Elements of a fragment."""
-        return self._fragments[fragment].numel
+        return self.fragments[fragment].numel
 
     @torch.no_grad()
     def gather(
@@ -204,7 +207,7 @@ class ParameterMover:
             for name, region in holdings.items():
                 if region.numel:
                     found[name][region].append(rank)
-        for parameter in (parameter for fragment in self._fragments for parameter in fragment.parameters):
+        for parameter in (parameter for fragment in self.fragments for parameter in fragment.parameters):
             held = sum(region.numel for region in found[parameter.name])
             if held != parameter.numel:
                 raise RuntimeError(
@@ -215,7 +218,7 @@ class ParameterMover:
 
     def _buckets(self, fragment: int) -> Iterator[list[tuple[_Region, list[int]]]]:
         bucket, size = [], 0
-        for parameter in self._fragments[fragment].parameters:
+        for parameter in self.fragments[fragment].parameters:
             for region, holders in self._holders[parameter.name].items():
                 num_bytes = region.numel * self._dtype.itemsize
                 if bucket and size + num_bytes > BUCKET_BYTES:

@@ -13,6 +13,7 @@ from islands.mesh import check_grid
 from islands.metrics import Metrics
 from islands.process import is_first_rank, num_restarts, pick_device, process_group, world_size
 from islands.sharing import FirstRankSays
+from islands.stopping import Stopping
 from islands.strategies.pipeline_plan import num_micro_batches, predicted_bubble
 from islands.train_loop import train
 
@@ -28,7 +29,7 @@ def run_alone(config: IslandConfig) -> None:
     check_grid(config, world_size())
     corpus, device = load_corpus(config), pick_device(config.run.device)
     chosen = resume.choose(config, _SLOT, partial(print, flush=True), num_restarts() > 0) if is_first_rank() else None
-    with process_group(device, config.run.timeout) as process:
+    with process_group(device, config.run.timeout) as process, Stopping(process, config.checkpoint.grace) as stopping:
         check_agreement(config, process)
         chosen = FirstRankSays(process, "checkpoint to resume from")(chosen, config.run.timeout)
         island = build_island(config, process, corpus)
@@ -37,8 +38,10 @@ def run_alone(config: IslandConfig) -> None:
         if chosen:
             metrics.write("event", what="resumed", detail=chosen.event)
         with Checkpointer(island, metrics, saved=progress) as checkpointer:
-            if train(island, island.batches(), metrics, progress=progress, checkpointer=checkpointer):
+            if train(island, island.batches(), metrics, progress=progress, checkpointer=checkpointer, stop=stopping):
                 metrics.write("event", what="end", detail="all steps done")
+            else:
+                metrics.write("event", what="stopped", detail="as asked; started again, it goes on from its last checkpoint")
         metrics.close()
 
 

@@ -9,6 +9,7 @@ import torch
 from small import small_config, small_corpus, whole_parameters
 from torch import Tensor
 
+from diloco.config import RunConfig
 from diloco.exchange.base import RoundOutcome, Seat, Work
 from diloco.exchange.in_memory import Hub, InMemoryExchange
 from diloco.from_config import make_fragments, make_layout, make_schedule, make_wire
@@ -78,15 +79,18 @@ def islands_as_threads(
     hooks: Callable[[int], list[StepHook]] = lambda slot: [],
     corpus: Corpus | None = None,
     exchange: type[InMemoryExchange] = InMemoryExchange,
+    config: RunConfig | None = None,
 ) -> list[dict[str, Any]]:
     """Train ``num_islands`` islands, each a thread; what each ends with.
 
     Args:
+        config: in place of the small one with ``overrides``; then samples are not noted, as texts repeat themselves.
         hooks: of the island in a slot, called before that of the outer round.
     """
-    config, hub, corpus = small_config(**overrides), Hub(num_islands), corpus or small_corpus()
+    slots, note = (config.swarm.max_slots, lambda island: island) if config else (num_islands, watched)
+    config, hub, corpus = config or small_config(**overrides), Hub(num_islands), corpus or small_corpus()
     wire, outer = make_wire(config), config.outer
-    islands = [watched(build_island(config, process, corpus)) for _ in range(num_islands)]
+    islands = [note(build_island(config, process, corpus)) for _ in range(num_islands)]
     results: list[dict[str, Any]] = [{} for _ in range(num_islands)]
 
     def run(slot: int) -> None:
@@ -99,9 +103,9 @@ def islands_as_threads(
 
         hook = outer_round(island, made, metrics)
         progress = hook.start(exchanges[0].join())
-        train(island, island.batches(num_islands), metrics, [*hooks(slot), hook], progress)
+        train(island, island.batches(slots), metrics, [*hooks(slot), hook], progress)
         exchanges[0].close()
-        seen = island.train_step.samples
+        seen = getattr(island.train_step, "samples", [])
         results[slot] = dict(rows=metrics.rows, parameters=whole_parameters(island), progress=progress, samples=seen)
 
     threads = [threading.Thread(target=run, args=(slot,), daemon=True) for slot in range(num_islands)]

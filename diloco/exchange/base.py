@@ -44,6 +44,7 @@ class Work:
         step: the inner step that it has reached.
         pace: what was measured meanwhile, where period and codec adapt to it.
         lease: slot and epoch in which it was done: a round never counts it in another. None: not told.
+        resumed: it was offered before, by a process that is gone: ``local`` holds the contribution, and not parameters.
     """
 
     tokens: int
@@ -52,6 +53,7 @@ class Work:
     step: int
     pace: Pace = Pace()
     lease: tuple[int, int] | None = field(default=None, compare=False)  # whose it is, not what it is
+    resumed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,18 @@ class Exchange(Protocol):
     def arrived(self, fragment: int) -> bool:
         """Whether :meth:`outcome` of the launched round would not wait."""
 
+    def peek(self, fragment: int) -> RoundOutcome | None:
+        """The outcome, if it is there and was not taken; from any thread."""
+
     def outcome(self, fragment: int) -> RoundOutcome:
         """Wait for the launched round to end; an exchange that can't finish it in time says ``skipped``."""
 
     def events(self) -> list[ExchangeEvent]:
         """What happened since the last call."""
 
-    def close(self) -> None:
-        """Tell the others that this island leaves, and end every process that was started. May be called twice."""
+    def close(self, hurry: bool = False) -> None:
+        """Tell the others that this island leaves, and end every process that was started. May be called twice.
+
+        Args:
+            hurry: within seconds; else an exchange may wait for members that need something of this island.
+        """

@@ -124,7 +124,8 @@ class InMemoryExchange:
     def launch(self, fragment: int, work: Work) -> None:
         """See :class:`diloco.exchange.base.Exchange`. Says at once if there is nothing finite to offer."""
         started, state = time.monotonic(), self._state.fragments[fragment]
-        own = encode_contribution(state, self._wire.choose(state.codec).contribution, work.position, self._decay)
+        codec = self._wire.choose(state.codec).contribution
+        own = encode_contribution(state, codec, work.position, self._decay, work.resumed)
         seconds = time.monotonic() - started
         with self._hub.condition:
             meeting = self._hub.open_round(fragment, state.height)
@@ -140,6 +141,10 @@ class InMemoryExchange:
         """See :class:`diloco.exchange.base.Exchange`."""
         with self._hub.condition:
             return self._is_complete(self._launched[fragment].round)
+
+    def peek(self, fragment: int) -> RoundOutcome | None:
+        """See :class:`diloco.exchange.base.Exchange`. A round ends here when its outcome is taken."""
+        return None
 
     def outcome(self, fragment: int) -> RoundOutcome:
         """See :class:`diloco.exchange.base.Exchange`."""
@@ -176,7 +181,7 @@ class InMemoryExchange:
         """See :class:`diloco.exchange.base.Exchange`."""
         return []
 
-    def close(self) -> None:
+    def close(self, hurry: bool = False) -> None:
         """See :class:`diloco.exchange.base.Exchange`."""
         with self._hub.condition:
             self._hub.expected.discard(self._slot)
@@ -223,7 +228,7 @@ def _chunks(numel: int) -> list[slice]:
     return [chunk_slice(numel, index) for index in range(num_chunks(numel))]
 
 
-def build(config: RunConfig, state: OuterState, schema: str) -> InMemoryExchange:
+def build(config: RunConfig, state: OuterState, schema: str, prefers: int = -1) -> InMemoryExchange:
     """An exchange for a run with one island: every round is its own mean.
 
     Raises:
@@ -234,7 +239,7 @@ def build(config: RunConfig, state: OuterState, schema: str) -> InMemoryExchange
             f"exchange.type=in_memory joins the islands of one process, and swarm.islands={config.swarm.islands}; "
             "use exchange.type=hivemind between processes"
         )
-    slot, exchange = max(config.swarm.slot, 0), config.exchange
+    slot, exchange = config.swarm.slot if config.swarm.slot >= 0 else max(prefers, 0), config.exchange
     hub = Hub(1)
     hub.expected = {slot}
     decay = config.outer.residual_decay

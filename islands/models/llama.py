@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from islands.config import ModelSection
 from islands.config_file import ConfigError
+from islands.huggingface import fill_keys, refuse_differences
+from islands.huggingface_llama import from_hugging_face, hugging_face_name, to_hugging_face
+from islands.key_values import KeyValues
+from islands.rotary import RopeScaling, rotary_tables, rotate
 from islands.tensor_plan import Cut, TensorPlan
 
 #: Sizes by name, about so many parameters; any key can be overridden beside ``preset``.
@@ -46,6 +50,7 @@ class Config(ModelSection):
     num_kv_heads: int = Field(0, ge=0, description="key and value heads, each shared by num_heads/num_kv_heads query heads")
     intermediate_size: int = Field(0, ge=0, description="width inside the feed-forward block")
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling = RopeScaling()
     norm_eps: float = Field(1e-5, gt=0)
     tied_embeddings: bool = Field(False, description="one matrix for token embedding and output")
 
@@ -54,6 +59,8 @@ class Config(ModelSection):
     def _fill_sizes(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
+        if raw.get("init_from") and isinstance(raw["init_from"], str):
+            return fill_keys(raw, from_hugging_face)
         sizes = PRESETS.get(str(raw.get("preset", "quickstart")), {})
         return {**raw, **{key: value for key, value in sizes.items() if not raw.get(key)}}
 
@@ -61,6 +68,12 @@ class Config(ModelSection):
     def padded_vocab_size(self) -> int:
         """Rows of embedding and output. The added ones are classes of the loss like all others, which no target ever names."""
         return -(-self.vocab_size // self.pad_vocab_to_multiple_of) * self.pad_vocab_to_multiple_of
+
+    @model_validator(mode="after")
+    def _is_what_the_folder_holds(self) -> "Config":
+        if self.init_from:
+            refuse_differences(self, from_hugging_face)
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "Config":
@@ -97,20 +110,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def rotary_tables(head_size: int, positions: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, E/2) of the rotary angles, in fp64 so that every dtype rounds the same numbers."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float64, device=device) / head_size
-    angles = torch.outer(torch.arange(positions, dtype=torch.float64, device=device), theta**-exponents)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + E/2) of x (B, T, H, E) by its position's angle."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[: x.shape[1], None, :], sin[: x.shape[1], None, :]  # (T, 1, E/2); tables may be longer
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention."""
 
@@ -123,14 +122,20 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D). Head counts come from the projections: under tensor parallelism a rank has its share."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValues | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D). Head counts come from the projections: under tensor parallelism a rank has its share.
+
+        With positions in ``cache``, x is the one that follows them.
+        """
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_size)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        is_causal = q.shape[1] == k.shape[1]  # a single position sees all before it
         attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=is_causal, enable_gqa=q.shape[2] != k.shape[2]
         )  # (B, H, T, E)
         return self.o_proj(attended.transpose(1, 2).flatten(-2))
 
@@ -159,9 +164,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValues | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -211,6 +216,11 @@ class Llama(nn.Module):
         return stage
 
     @property
+    def rows_in_use(self) -> dict[str, int]:
+        """Rows, without those that padding may have added, of the parameters that have one for each token."""
+        return dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), self.config.vocab_size)
+
+    @property
     def gives_logits(self) -> bool:
         """Whether this is the whole model or its last stage."""
         return self.lm_head is not None
@@ -247,7 +257,7 @@ class Llama(nn.Module):
     def init_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
         """Fill what is not a parameter; needed again after ``to_empty``."""
         head_size = self.config.hidden_size // self.config.num_heads
-        cos, sin = rotary_tables(head_size, self.seq_len, self.config.rope_theta, device)
+        cos, sin = rotary_tables(head_size, self.seq_len, self.config.rope_theta, device, self.config.rope_scaling)
         self.cos, self.sin = cos.to(dtype), sin.to(dtype)
 
     def init_parameter(self, name: str, generator: torch.Generator, out: Tensor) -> None:
@@ -259,13 +269,22 @@ class Llama(nn.Module):
         std = 0.02 / math.sqrt(2 * self.config.num_layers) if into_residual else 0.02
         out.normal_(0.0, std, generator=generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T) or, without the embedding, (B, T, D) -> (B, T, V) or, without the output, (B, T, D)"""
+    def new_cache(self) -> list[KeyValues]:
+        """What :meth:`forward` keeps of a sequence, layer by layer."""
+        return [KeyValues() for _ in self.layers]
+
+    def forward(self, x: Tensor, cache: list[KeyValues] | None = None) -> Tensor:
+        """(B, T) or, without the embedding, (B, T, D) -> (B, T, V) or, without the output, (B, T, D)
+
+        Args:
+            cache: a new one, or one of earlier positions, which x then has the next one of: (B, 1).
+        """
         if self.embed_tokens is not None:
             x = self.embed_tokens(x)
-        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        for block in self.layers.values():
-            x = block(x, cos, sin)
+        first = len(cache[0]) if cache else 0
+        cos, sin = self.cos[first:].to(x.dtype), self.sin[first:].to(x.dtype)
+        for index, block in enumerate(self.layers.values()):
+            x = block(x, cos, sin, cache[index] if cache else None)
         return x if self.lm_head is None else self.lm_head(self.norm(x))
 
 

@@ -125,13 +125,13 @@ class AveragerExchange:
         """None."""
         return []
 
-    def close(self) -> None:
+    def close(self, hurry: bool = False) -> None:
         """Its processes may live on after it, so whoever started them kills them."""
 
 
 def main() -> None:
     """Put it in the place of the exchange, and run diloco."""
-    ours.build = lambda config, state, schema: AveragerExchange(config, state)
+    ours.build = lambda config, state, schema, prefers: AveragerExchange(config, state)
     faulty_island.pad_steps(float(os.environ.get("TEST_STEP_SECONDS", "0")))
     sys.exit(diloco_main.run())
 

@@ -8,7 +8,7 @@ import pytest
 from small import small_config
 
 from diloco.agenda import Agenda
-from diloco.exchange.base import RoundOutcome, Work
+from diloco.exchange.base import RoundOutcome, Seat, Work
 from diloco.flight import Boundary, Flight, Logbook
 from diloco.from_config import make_layout, make_schedule
 from diloco.outer_state import OuterState
@@ -46,7 +46,7 @@ class Island:
     def __init__(self, early: bool = False, steps: int = 20, **outer: Any) -> None:
         config = small_config(outer=outer, train=dict(steps=steps), swarm=dict(islands=2))
         count, state = config.outer.fragments, OuterState(make_layout(config, [4] * config.outer.fragments))
-        self.others, self.progress, self.log = Others(), Progress(), Logbook.begin(count, 0)
+        self.others, self.progress, self.log = Others(), Progress(), Logbook.begin(count, Seat(0))
         schedule = make_schedule(config, count)
         self.agenda = Agenda(schedule, config.outer, self.others, Pacing(config.outer, state), brings_early=early)
         self.told: dict[int, list[tuple[str, int]]] = {}

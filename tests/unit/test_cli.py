@@ -35,12 +35,14 @@ def test_every_command_explains_itself(name, capsys):
     ("arguments", "told"),
     [
         (["lanch"], "'lanch' is not a command; did you mean 'launch'?"),
-        (["frobnicate"], "the commands are launch, status, report, key"),
+        (["frobnicate"], "the commands are launch, status, report, export, generate, key"),
         (["launch", "missing.yaml"], "missing.yaml: no such file"),
         (["launch", str(QUICKSTART), "train.stepz=3", "exchange.type=in_memory"], "train.stepz: unknown key"),
         (["launch", str(QUICKSTART), "--islands", "9", "exchange.type=in_memory"], "swarm.islands=9 is more than"),
         (["launch", str(QUICKSTART), "train"], "'train' is not of the form key.sub=value"),
         (["report", "missing"], "RUN_DIR=missing: no such folder"),
+        (["export", "missing"], "RUN_DIR=missing: no such folder"),
+        (["generate", "missing", "--prompt", "x"], "RUN_DIR=missing: no such folder"),
     ],
 )
 def test_refusals_are_one_message_and_exit_code_2(arguments, told, capsys):
@@ -66,7 +68,7 @@ def test_overrides_may_stand_around_options(arguments, monkeypatch):
     seen = []
     monkeypatch.setattr("diloco.launch.launch", lambda *given: seen.append(given) or 0)
     assert cli.main(["launch", "run.yaml", *arguments]) == 0
-    assert seen == [(Path("run.yaml"), ["a.b=1", "c.d=2"], 3)]
+    assert seen == [(Path("run.yaml"), ["a.b=1", "c.d=2"], 3, 0)]
 
 
 def test_report_rewrites_the_summary(tmp_path, capsys):

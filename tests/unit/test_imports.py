@@ -136,7 +136,7 @@ def cuda_call_lines(tree: ast.AST) -> list[int]:
 RULES: dict[Callable[[ast.AST], list[int]], set[str]] = {
     environment_lines: {
         "islands/process.py",
-        "diloco/launch.py",  # that of its children
+        "diloco/launch_plan.py",  # that of its children
         "diloco/exchange/hivemind/process.py",  # tells hivemind and its daemon to be quiet, in a process of their own
     },
     backend_lines: {"islands/process.py"},

@@ -11,6 +11,10 @@ def step(number: int, time: float, lr_step: int | None = None) -> dict[str, obje
     return dict(kind="step", step=number, lr_step=lr_step or number, time=time, loss=3.0, tokens_per_second=8.0)
 
 
+def event(what: str, detail: object = "") -> dict[str, object]:
+    return dict(kind="event", what=what, detail=detail)
+
+
 def test_time_left_follows_the_pace_over_steps_that_an_island_did_not_do() -> None:
     island = IslandProgress(0, steps=100)
     for row in (step(11, 0.0), step(12, 1.0), step(60, 49.0)):  # it stood still, and went on where the others were
@@ -29,11 +33,24 @@ def test_an_island_that_begins_again_has_a_pace_of_its_own() -> None:
     island = IslandProgress(0, steps=100)
     for row in (step(1, 0.0), step(40, 39.0)):
         island.apply(row)
-    island.apply(dict(kind="event", what="start", detail={}))
+    assert island.apply(event("start")) is None and "begun" not in progress_line(island)
+    assert island.apply(event("start")) is None and "begun again 1x" in progress_line(island)
     assert island.state == "joining" and island.seconds_left() is None
     for row in (step(41, 1000.0), step(51, 1020.0)):
         island.apply(row)
     assert island.seconds_left() == 2.0 * 49
+
+
+def test_checkpoints_are_shown_and_those_that_failed_are_told() -> None:
+    island = IslandProgress(0, steps=100)
+    assert island.apply(event("checkpoint", dict(step=40, folder="runs/x"))) is None
+    assert progress_line(island).endswith("saved at 40")
+    assert island.apply(event("checkpoint_failed", "step 50: disk full")) == "checkpoint_failed: step 50: disk full"
+    assert island.apply(event("resumed", dict(step=40, changes=[]))) == "goes on from the checkpoint of step 40"
+    island.apply(event("stopped", "on request"))
+    assert island.state == "stopped" and not island.finished
+    island.apply(event("end"))
+    assert island.state == "done" and island.finished
 
 
 def test_where_steps_say_little_the_share_of_the_run_counts() -> None:

@@ -19,9 +19,8 @@ from islands.models.llama import (
     RMSNorm,
     build,
     num_flops_per_token,
-    rotary_tables,
-    rotate,
 )
+from islands.rotary import rotary_tables, rotate
 
 #: fp64 rounds at 1e-16; a few hundred terms of size one stay far below this, and mistakes far above.
 TOLERANCE = 1e-12

@@ -32,6 +32,8 @@ SUMMARY_KEYS = {
     "samples_lost",
     "samples_repeated",
     "seconds_lost",
+    "steps_lost_to_crashes",
+    "checkpoints",
 }
 
 

@@ -51,6 +51,14 @@ class Process:
         row = dict(round=number, fragment=fragment, outcome=outcome, digest=digest, counted=counted, reason="", bytes_sent=500)
         return self.write("round", **{**work, **row, **values})
 
+    def checkpoint(self) -> "Process":
+        """One of this step, for which training stood still half a second."""
+        return self.write("event", what="checkpoint", detail=dict(step=self.step, folder="", bytes=1, stall_seconds=0.5, write_seconds=2.0))
+
+    def resumed(self) -> "Process":
+        """It goes on from a checkpoint of this step."""
+        return self.write("event", what="resumed", detail=dict(step=self.step, folder="", changes=[]))
+
     def end(self) -> Rows:
         """The rows of an island that came to its end."""
         self.write("eval", step=self.step, loss=4.0)
@@ -101,20 +109,53 @@ def test_an_undisturbed_run_lost_nothing(tmp_path: Path) -> None:
 def test_the_files_of_a_restarted_island_are_one_record(tmp_path: Path) -> None:
     run = write(tmp_path, [undisturbed(0)], restarted())
     summary = summarize(run)
-    assert summary["tokens"] == 10 * TOKENS
-    assert samples(run) == (80, 16, 0)  # the two steps before it was killed
+    assert summary["tokens"] == 8 * TOKENS
+    assert samples(run) == (64, 16, 0)  # the two steps before it was killed
+    assert summary["steps_lost_to_crashes"] == 2
     assert (summary["rounds_committed"], summary["digests_agree"]) == (2, True)
-    assert summary["data_parallel_bytes"] == 10 * 2 * 4 * 1000 // 2
+    assert summary["data_parallel_bytes"] == 8 * 2 * 4 * 1000 // 2
     assert summary["bytes_sent"] == 4 * 500
     assert summary["eval_loss_start"] == 5.0 and summary["eval_loss"] == 4.0
     waits = 1 - 2.5 / (30.0 + 10.0)  # after the first step of each process; while it was down nobody waited
     assert summary["compute_utilization"] == pytest.approx((1.0 + waits) / 2)
-    assert "80 samples trained, 16 lost, 0 repeated" in printed(run)
+    assert summary["wall_seconds"] == pytest.approx(40.0 + 20.0)  # not the time until somebody started it again
+    assert "64 samples trained, 16 lost, 0 repeated" in printed(run)
+    assert "checkpoints  2 steps lost to crashes" in printed(run)
     assert "island 1 has not come" not in printed(run)
 
 
+def swarm_stopped_and_gone_on(slot: int) -> list[Rows]:
+    """Killed a step after the checkpoint of step 3, with round 2 after it; the second process stops, the third ends."""
+    first = Process(slot).train(2).round(1, 0).train(1).checkpoint().train(1).round(2, 16)
+    second = Process(slot, began=1000.0, step=3, position=24, continues=True).resumed()
+    second.train(1).round(2, 16).write("event", what="checkpoint_failed", detail="step 4: no space left").checkpoint()
+    third = Process(slot, began=2000.0, step=4, position=32, continues=True).resumed()
+    return [first.rows, second.write("event", what="stopped", detail="").rows, third.train(2).round(3, 32).end()]
+
+
+def test_a_swarm_that_went_on_from_checkpoints_is_one_run(tmp_path: Path) -> None:
+    run = write(tmp_path, *[swarm_stopped_and_gone_on(slot) for slot in (0, 1)])
+    summary = summarize(run)
+    assert summary["tokens"] == 2 * 6 * TOKENS
+    assert samples(run) == (2 * 6 * BATCH, 2 * BATCH, 0)  # round 2 was done twice, and holds its samples once
+    assert (summary["rounds_committed"], summary["steps_lost_to_crashes"], summary["digests_agree"]) == (3, 2, True)
+    assert summary["checkpoints"] == dict(written=4, failed=2, skipped=0, resumes=4, stall_seconds=1.0)
+    told = "4 written, for which training stood still 1.00 s,  2 FAILED , resumed 4 times, 2 steps lost to crashes"
+    assert told in printed(run)
+
+
+def test_what_a_crash_threw_away_is_in_no_curve(tmp_path: Path) -> None:
+    first = Process(0).train(1).checkpoint().train(3).write("eval", step=4, loss=9.0).train(1)
+    second = Process(0, began=1000.0, step=1, position=BATCH, continues=True).train(2)
+    (record,) = read_run(write(tmp_path, [first.rows, second.rows]))
+    assert [row["step"] for row in record.steps] == [1, 2, 3] and record.num_lost_steps == 4
+    assert [row["loss"] for row in record.evals] == [5.0]
+    assert summarize(tmp_path)["final_loss"] == second.rows[-1]["loss"]
+
+
 def test_processes_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    processes = [Process(0, began=100.0 + number, step=number, continues=number > 0).train().rows for number in range(12)]
+    places = [dict(began=100.0 + number, step=number, position=number * BATCH, continues=number > 0) for number in range(12)]
+    processes = [Process(0, **place).train().rows for place in places]
     (record,) = read_run(write(tmp_path, processes))
     assert [row["step"] for row in record.steps] == list(range(1, 13))
 

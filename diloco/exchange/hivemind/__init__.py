@@ -25,11 +25,12 @@ class Config(ExchangeSection):
     type: Literal["hivemind"] = "hivemind"
 
 
-def build(config: RunConfig, state: OuterState, schema: str) -> HivemindExchange:
+def build(config: RunConfig, state: OuterState, schema: str, prefers: int = -1) -> HivemindExchange:
     """Start the exchange process of this island; it gets ready while the trainer does.
 
     Args:
         state: shared with the exchange process, which writes beside what is agreed and swaps at commit.
         schema: names, shapes and dtypes of all that is exchanged; islands whose schemas differ can't train together.
+        prefers: the slot that this island had when its checkpoint was made; -1: none.
     """
-    return HivemindExchange(config, state, schema)
+    return HivemindExchange(config, state, schema, prefers)

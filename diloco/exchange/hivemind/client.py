@@ -33,12 +33,13 @@ _STABLE_SECONDS = 60.0
 class HivemindExchange:
     """See :class:`diloco.exchange.base.Exchange`. The exchange process is being started when this is constructed."""
 
-    def __init__(self, config: RunConfig, state: OuterState, schema: str) -> None:
+    def __init__(self, config: RunConfig, state: OuterState, schema: str, prefers: int = -1) -> None:
         self._config, self._state = config, state
         self._folder = tempfile.mkdtemp(prefix="diloco-")
         identity = config.swarm.identity_file or str(Path(self._folder) / "identity")
         ticket = secrets.token_bytes(32)
-        self._start = ipc.Start(config.model_dump(), state, schema, identity, config.swarm.listen, os.getpid(), ticket)
+        where = identity, config.swarm.listen
+        self._start = ipc.Start(config.model_dump(), state, schema, *where, os.getpid(), ticket, prefers=prefers)
         self._changed = threading.Condition()
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
@@ -124,6 +125,11 @@ class HivemindExchange:
         with self._changed:
             return fragment in self._outcomes
 
+    def peek(self, fragment: int) -> RoundOutcome | None:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        with self._changed:
+            return self._outcomes.get(fragment)
+
     def outcome(self, fragment: int) -> RoundOutcome:
         """See :class:`diloco.exchange.base.Exchange`."""
         with self._changed:
@@ -151,16 +157,17 @@ class HivemindExchange:
             events, self._events = self._events, []
         return events
 
-    def close(self) -> None:
+    def close(self, hurry: bool = False) -> None:
         """See :class:`diloco.exchange.base.Exchange`."""
         if os.getpid() != self._start.parent_pid:
             return  # a fork of the trainer ends, not the trainer
         with self._changed:
             self._closing = True
             if self._pipe:
-                self._send(ipc.Close())
+                self._send(ipc.Close(hurry))
             self._changed.notify_all()
-        self._keeper.join(_CLOSE_SECONDS + self._config.exchange.peer_timeout)  # it may be needed by those who are behind
+        # It may be needed by those who are behind.
+        self._keeper.join(_CLOSE_SECONDS + (0.0 if hurry else self._config.exchange.peer_timeout))
         with self._changed:
             if self._process:
                 self._process.kill()

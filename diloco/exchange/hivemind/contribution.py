@@ -33,7 +33,7 @@ class Contribution:
     def prepare(self) -> None:
         """Make the pseudo-gradient of the island's parameters, in place, and encode it."""
         started = time.monotonic()
-        self.own = encode_contribution(self._state, self._codec, self.work.position, self._decay)
+        self.own = encode_contribution(self._state, self._codec, self.work.position, self._decay, self.work.resumed)
         self.encode_seconds = time.monotonic() - started
 
     def stage(self, mean: Tensor, counted: list[Counted]) -> bytes:

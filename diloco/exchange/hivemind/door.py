@@ -147,13 +147,13 @@ class Door:
         }
 
     def _open_if_complete(self) -> None:
-        """Give out the slots when all are there: first those that were asked for, then the lowest that are free."""
+        """Give out the slots when all are there: those that were asked for, then preferred ones, then the lowest that are free."""
         if self.came < self.expected or self.opened.is_set():
             return
         entries: dict[int, Entry] = {}
-        for peer, guest in sorted(self._guests.items(), key=lambda item: item[1].hello.slot < 0):
-            hello, free = guest.hello, (slot for slot in range(self.max_slots) if slot not in entries)
-            slot = hello.slot if hello.slot >= 0 else next(free)
+        for peer, guest in sorted(self._guests.items(), key=lambda item: (item[1].hello.slot < 0, item[1].hello.prefers < 0)):
+            hello, free = guest.hello, [slot for slot in range(self.max_slots) if slot not in entries]
+            slot = hello.slot if hello.slot >= 0 else hello.prefers if hello.prefers in free else free[0]
             entries[slot] = Entry(
                 slot=slot, epoch=0, peer=peer, addresses=hello.addresses, ticket=hello.ticket, since=0
             )

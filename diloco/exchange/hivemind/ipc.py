@@ -19,6 +19,7 @@ class Start:
         listen: host:port; a process that is started again keeps the port of the first.
         started: the outer state is what the trainer trains on.
         any_slot: the configured slot was given to another island; take any.
+        prefers: the slot that the island had before its trainer was started again; -1: none.
     """
 
     settings: dict[str, Any]
@@ -31,6 +32,7 @@ class Start:
     rejoin: Roster | None = None
     started: bool = False
     any_slot: bool = False
+    prefers: int = -1
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Started:
 
 @dataclass(frozen=True)
 class Close:
-    """Trainer to exchange: leave the swarm and end."""
+    """Trainer to exchange: leave the swarm and end; in a ``hurry``, without waiting for members that are behind."""
+
+    hurry: bool = False
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class _Island:
         self._config = parse_config(RunConfig, start.settings)
         key_file = self._config.swarm.key_file
         self._key = read_key(key_file) if key_file else b""
-        self.closed = asyncio.Event()
+        self.closed, self._hurry = asyncio.Event(), False
         self._launches: asyncio.Queue[ipc.Launch] = asyncio.Queue()
         self._started = start.started
         self._daemon: daemon.Daemon | None = None
@@ -111,7 +111,7 @@ class _Island:
     async def done(self) -> None:
         """Wait until the trainer has said that it leaves, and those who are behind have got the state: nobody may be left."""
         await self.closed.wait()
-        if self._rounds and self._started:
+        if self._rounds and self._started and not self._hurry:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._membership.peer_timeout):
                     while self._rounds.is_needed():
@@ -144,6 +144,7 @@ class _Island:
             run=self._config.run.name,
             settings=self._door.settings,
             slot=-1 if self._start.any_slot else swarm.slot,
+            prefers=self._start.prefers,
             addresses=addresses[: messages.MAX_ADDRESSES],
             ticket=self._start.ticket,
         )
@@ -267,6 +268,7 @@ class _Island:
             while self._pipe.poll():
                 message = self._pipe.recv()
                 if isinstance(message, ipc.Close):
+                    self._hurry = message.hurry
                     self.closed.set()
                 elif isinstance(message, ipc.Started):
                     self._started = True

@@ -71,7 +71,10 @@ class RosterRequest(_Message):
 
 
 class Hello(_Message):
-    """A newcomer asks for a slot (-1: any), and again until it has one. ``settings`` is what all must share."""
+    """A newcomer asks for a slot (-1: any), and again until it has one. ``settings`` is what all must share.
+
+    ``prefers`` is a slot that it had in an earlier life and goes on in where that is free; -1: none.
+    """
 
     kind: Literal["hello"] = "hello"
     run: Annotated[str, Field(max_length=256)]
@@ -79,6 +82,7 @@ class Hello(_Message):
         dict[Annotated[str, Field(max_length=256)], Annotated[str, Field(max_length=256)]], Field(max_length=512)
     ]
     slot: Annotated[int, Field(ge=-1, lt=1 << 20)]
+    prefers: Annotated[int, Field(ge=-1, lt=1 << 20)] = -1
     addresses: Addresses
     ticket: Hash
 

@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import multiprocessing.util
 import os
+import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ _LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 8 << 20, 256 << 20
 def main(pipe: Connection, start: ipc.Start) -> None:
     """Take part in the swarm until the trainer says ``Close`` or its end of the pipe is gone."""
     os.setsid()  # Ctrl-C in the terminal is the trainer's to handle; it then says Close
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so is a SIGTERM to every process of a machine
     die_with_parent(start.parent_pid)
     torch.set_num_threads(1)
     _keep_freed_memory()

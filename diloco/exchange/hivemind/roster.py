@@ -59,7 +59,7 @@ def next_entry(
 ) -> Entry | str:
     """The entry to propose for a newcomer, or in words why there is none.
 
-    Its own slot, where it had one before; the one that it asks for; one that nobody had yet; else the one whose
+    The one that it asks for; its own, where it had one before; the one that it prefers; one that nobody had yet; else the one whose
     holder is silent for longest, if that is longer than a lease lasts.
 
     Args:
@@ -74,9 +74,11 @@ def next_entry(
         return f"slot {hello.slot} is taken by {_where(roster.of_slot(hello.slot))}; " + (
             "set swarm.slot to another one, or to -1 for any free one"
         )
+    preferred = 0 <= hello.prefers < max_slots and (hello.prefers not in taken or hello.prefers in silent_seconds)
     choices = [
         *([hello.slot] if hello.slot >= 0 else []),
         *([own] if own is not None else []),
+        *([hello.prefers] if preferred else []),
         *(slot for slot in range(max_slots) if slot not in taken),
         *sorted(expired, key=lambda slot: -silent_seconds[slot]),
     ]

@@ -10,6 +10,7 @@ _OWN_AFFAIR = {
     "outer.overlap",  # when and how a result is taken, not what it is: one behind a slow link may need longer
     "outer.merge_alpha",
     "outer.late",
+    "model.init_from",
     "run.dir",
     "run.device",
     "run.timeout",
@@ -25,8 +26,9 @@ _OWN_AFFAIR = {
     "swarm.join_timeout",
     "train.micro_batch_size",
     "train.precision",
+    "train.resume",
 }
-_OWN_SECTIONS = ("parallel.",)
+_OWN_SECTIONS = ("checkpoint.", "parallel.")
 _LONGEST_VALUE = 200
 _MOST_NAMED = 5
 
