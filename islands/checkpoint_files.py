@@ -264,9 +264,9 @@ def set_aside(root: Path, slot: int, after: int) -> list[Path]:
 
 
 def discard(hidden: Path) -> None:
-    """Remove a hidden folder whose writing failed; what can't be removed now is for :func:`sweep`."""
-    with contextlib.suppress(OSError):
-        _remove(hidden)
+    """Remove a hidden folder whose writing failed. All ranks may do so at once; what can't be removed now is for :func:`sweep`."""
+    shutil.rmtree(hidden, ignore_errors=True)
+    _remove_if_empty(hidden.parent)
 
 
 def _remove(folder: Path) -> None:
@@ -275,5 +275,9 @@ def _remove(folder: Path) -> None:
     if not folder.name.startswith("."):
         going = folder.rename(folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}"))
     shutil.rmtree(going)
+    _remove_if_empty(folder.parent)
+
+
+def _remove_if_empty(step: Path) -> None:
     with contextlib.suppress(OSError):  # other islands have theirs in it
-        folder.parent.rmdir()
+        step.rmdir()

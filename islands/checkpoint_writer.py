@@ -1,5 +1,6 @@
 """Puts one checkpoint onto the disk: all ranks together, in a thread of their own, and all of it or nothing."""
 
+import shutil
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -63,8 +64,7 @@ class CheckpointWriter:
             )
             return self._together(lambda: self._finish(folder, manifest))[0], manifest
         except BaseException:
-            if self._rank == 0:
-                files.discard(folder)
+            files.discard(folder)
             raise
 
     def _start(self, progress: Progress) -> Path | None:
@@ -79,7 +79,9 @@ class CheckpointWriter:
             dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except CheckpointException as error:
             reasons = [f"rank {rank}: {_told(reason)}" for rank, (reason, _) in error.failures.items()]
-            raise CheckpointFailed("; ".join(reasons)) from error
+            # Of a full disk torch may say anything. All ranks look before any of them makes room.
+            free = min(self._together(lambda: shutil.disk_usage(folder).free)) / 1e6
+            raise CheckpointFailed(f"{'; '.join(reasons)}; {free:.1f} MB are free on the disk of {self._root}") from error
 
     def _describe(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Sizes and hashes of the files that this rank has written."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -71,6 +72,20 @@ def trained(
 EVENTS = ("checkpoint", "checkpoint_failed", "checkpoint_skipped")
 
 
+class Patient:
+    """A hook that lets each checkpoint come to its end: none is skipped."""
+
+    def after_step(self, progress: Progress, tokens: int) -> float:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join(20.0)
+        return 0.0
+
+
+def patient(part: Any) -> list[StepHook]:
+    return [Patient()]
+
+
 def run(ranks: RankPool, world_size: int, folder: Path, stop_after: int = 0, *more: Any, **sections: Any) -> dict[str, Any]:
     """What :func:`trained` tells on rank 0."""
     return ranks.run(_trained, world_size, str(folder), stop_after, more, sections)[0]
@@ -88,20 +103,23 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     ("world_size", "sections"),
     [
-        (4, dict(parallel=dict(data_parallel_strategy="zero3"))),
+        (2, dict(parallel=dict(data_parallel_strategy="zero3"))),
         (2, dict(parallel=dict(data_parallel_strategy="ddp"), optimizer=dict(type="sgd", momentum=0.9, lr=0.1))),
         (2, dict(parallel=dict(data_parallel_strategy="zero1"), optimizer=dict(type="sgd", lr=0.1))),  # which has no state
     ],
-    ids=["zero3 4", "ddp 2 momentum", "zero1 2 sgd"],
+    ids=["zero3 2", "ddp 2 momentum", "zero1 2 sgd"],
 )
 def test_on_the_same_grid_it_is_the_same_to_the_bit(
     ranks: RankPool, tmp_path: Path, world_size: int, sections: dict[str, Any]
 ) -> None:
     sections |= dict(train=dict(precision="fp32", steps=6))
-    whole = run(ranks, world_size, tmp_path / "whole", checkpoint=dict(every=2, keep=9), **sections)
+    whole = run(ranks, world_size, tmp_path / "whole", 0, None, patient, checkpoint=dict(every=2, keep=9), **sections)
     first = run(ranks, world_size, tmp_path / "parts", 3, **sections)
     second = run(ranks, world_size, tmp_path / "parts", **sections)
+    third = run(ranks, world_size, tmp_path / "parts", **sections)
     assert (first["finished"], second["finished"]) == (False, True)
+    assert third["finished"] and not third["losses"] and not any(third["events"].values())  # nothing was left to do
+    assert difference(third["parameters"], second["parameters"]) == 0.0
     assert first["losses"] | second["losses"] == whole["losses"] and sorted(second["losses"]) == [4, 5, 6]
     assert difference(second["parameters"], whole["parameters"]) == 0.0
     assert (first["evaluations"], second["evaluations"]) == ([0], [6])  # it went on: no evaluation at the start
@@ -122,17 +140,20 @@ CHAINS: dict[str, list[tuple[int, dict[str, Any]]]] = {
         (1, dict(data_parallel_strategy="zero3")),
         (4, dict(data_parallel_strategy="zero3")),
     ],
-    "pipeline, zero1, hybrid": [
+    "pipeline, zero1": [
         (2, dict(data_parallel_strategy="ddp", pipeline_parallel_size=2)),
         (2, dict(data_parallel_strategy="zero1")),
+        (2, dict(data_parallel_strategy="ddp", pipeline_parallel_size=2)),
+    ],
+    "pipeline x zero3, hybrid": [
         (4, dict(data_parallel_strategy="zero3", pipeline_parallel_size=2)),
         (4, dict(data_parallel_strategy="hybrid_shard", shard_size=2)),
-        (2, dict(data_parallel_strategy="ddp", pipeline_parallel_size=2)),
+        (4, dict(data_parallel_strategy="zero3", pipeline_parallel_size=2)),
     ],
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", [pytest.param(name, marks=[pytest.mark.slow] * ("hybrid" in name)) for name in CHAINS])
 def test_on_another_grid_it_is_the_same_run(ranks: RankPool, tmp_path: Path, chain: str) -> None:
     links = CHAINS[chain]
     sections = dict(
@@ -147,7 +168,7 @@ def test_on_another_grid_it_is_the_same_run(ranks: RankPool, tmp_path: Path, cha
         losses |= part["losses"]
         seen.append(sorted(part["losses"]))
     assert seen == [[2 * link + 1, 2 * link + 2] for link in range(len(links))]
-    assert losses == pytest.approx(whole["losses"], abs=TOLERANCE)
+    assert losses == pytest.approx(whole["losses"], abs=TOLERANCE, rel=0)
     assert difference(part["parameters"], whole["parameters"]) < TOLERANCE
 
 
@@ -228,7 +249,7 @@ def failing(island: Island) -> Failing:
 
 
 def test_a_rank_that_fails_ends_the_checkpoint_everywhere_and_training_nowhere(ranks: RankPool, tmp_path: Path) -> None:
-    found = run(ranks, 2, tmp_path, 0, failing, checkpoint=dict(every=2))
+    found = run(ranks, 2, tmp_path, 0, failing, patient, checkpoint=dict(every=2))
     reason = "rank 1: ValueError: the outer state is gone"
     assert found["events"]["checkpoint_failed"] == [f"step {step}: {reason}" for step in (2, 4, 5)]
     assert found["finished"] and not list((tmp_path / "checkpoints").glob("*"))
@@ -236,9 +257,9 @@ def test_a_rank_that_fails_ends_the_checkpoint_everywhere_and_training_nowhere(r
 
 def test_a_folder_that_can_not_be_written_to_is_an_event(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    found = run(ranks, 2, tmp_path, checkpoint=dict(every=2, dir=str(tmp_path / "file")))
+    found = run(ranks, 2, tmp_path, 0, None, patient, checkpoint=dict(every=2, dir=str(tmp_path / "file")))
     assert [detail.partition(": ")[0] for detail in found["events"]["checkpoint_failed"]] == ["step 2", "step 4", "step 5"]
-    assert "rank 0: FileExistsError" in found["events"]["checkpoint_failed"][0] and found["finished"]
+    assert "rank 0: NotADirectoryError" in found["events"]["checkpoint_failed"][0] and found["finished"]
 
 
 @pytest.fixture
@@ -269,7 +290,7 @@ class Space:
 
 
 def _space(process: Process, folder: str, disk: str) -> dict[str, Any]:
-    return trained(process, folder, 0, None, lambda part: [Space(Path(disk))], checkpoint=dict(every=2, dir=disk, keep=1))
+    return trained(process, folder, 0, None, lambda part: [Patient(), Space(Path(disk))], checkpoint=dict(every=2, dir=disk, keep=1))
 
 
 def test_rows_outlast_a_full_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +313,7 @@ def test_rows_outlast_a_full_disk(small_disk: Path, monkeypatch: pytest.MonkeyPa
 def test_a_full_disk_is_an_event_and_the_next_checkpoint_is_whole(ranks: RankPool, tmp_path: Path, small_disk: Path) -> None:
     found = ranks.run(_space, 2, str(tmp_path), str(small_disk))[0]
     (failed,) = found["events"]["checkpoint_failed"]
-    assert failed.startswith("step 2: rank ") and ("No space left" in failed or "PytorchStreamWriter failed" in failed)
+    assert re.match(rf"step 2: rank .*; 0\.\d MB are free on the disk of {small_disk}$", failed)
     assert [detail["step"] for detail in found["events"]["checkpoint"]] == [4, 5] and found["finished"]
     (left,) = files.find(small_disk)
     assert files.verify(left).step == 5 and [path.name for path in small_disk.iterdir()] == ["step-00000005"]
