@@ -1,6 +1,6 @@
-"""What a checkpoint costs: seconds that training stands still, and megabytes a second, beside a plain ``torch.save`` of the same state.
+"""What a checkpoint costs: seconds that training stands still, and megabytes a second, beside ``torch.save`` of the same state.
 
-One rank with one thread, model and AdamW state. The first checkpoint, for which memory is taken, is told apart; the other figures are medians.
+One rank with one thread, model and AdamW state. The first checkpoint, for which memory is taken, is told apart; else they are medians.
 ``torch.save`` writes into the page cache, as it does for those who use it; a checkpoint is on the disk, and hashed, before it counts.
 
     python tests/benchmarks/checkpoint.py [--quick] [--folder FOLDER]
