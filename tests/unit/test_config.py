@@ -139,7 +139,7 @@ def test_an_island_alone_refuses_outer_sections_unless_told_to_skip_them(tmp_pat
         ("outer.zzz=3", "outer.zzz: unknown key; the keys here are sync_every, left_out, optimizer, codec"),
         ("outer.left_out=keep", "outer.left_out: 'keep' should be 'carry' or 'drop'"),
         ("data.paths=[a]", "data.paths: unknown key; the keys of data.type=python_stdlib are type, seq_len, held_out"),
-        ("3=4", "3: unknown key; the keys here are run, model, data, parallel, optimizer, train, outer, exchange"),
+        ("3=4", "3: unknown key; the keys here are run, model, data, parallel, optimizer, train, checkpoint, outer, exchange"),
         ("model.type=lama", "model.type: 'lama' is not one of llama (did you mean 'llama'?)"),
         ("optimizer.type=3", "optimizer.type: 3 is not one of adamw, sgd"),
         ("optimizer.type=[sgd]", "optimizer.type: ['sgd'] is not one of adamw, sgd"),
