@@ -20,6 +20,7 @@ from islands.fragments import Fragment, schema_hash, schema_of
 from islands.initialize import parameter_dtype
 from islands.island import Island, build_island, load_corpus, meta_model
 from islands.mesh import check_grid
+from islands.metrics import Metrics
 from islands.parameter_mover import ParameterMover
 from islands.process import Process, is_first_rank, num_restarts, pick_device, process_group, world_size
 from islands.progress import Progress
@@ -30,6 +31,7 @@ from islands.stopping import Stopped, Stopping
 from islands.train_loop import train
 
 _GRACE_SECONDS = 400.0  # on top of swarm.join_timeout: more than an exchange allows its own start on a busy machine
+_TOLD = partial(print, flush=True)  # what a person should know at the start
 _WAITING_SECONDS = 30.0  # between two signs of rank 0 that it still waits
 
 #: Where the ranks of one island may differ: only rank 0 meets the others. How much data a run has, all ranks must know alike.
@@ -66,15 +68,9 @@ def run_island(config: RunConfig) -> None:
         stack.callback(metrics.close)
         if seat.address:
             metrics.write("event", what="address", detail=seat.address)
-        outer_round = OuterRound(
-            make_schedule(config, len(fragments)),
-            config.outer,
-            ParameterMover(island.model.parts, fragments, process),
-            coordinator,
-            metrics,
-            process,
-            config.exchange.round_deadline + _STAGING_SECONDS * sum(fragment.numel for fragment in fragments),
-        )
+        outer_round = _outer_round(config, island, fragments, coordinator, metrics)
+        if is_first_rank():
+            resume.leave_behind(config, seat.slot, chosen, _TOLD, restarted=num_restarts() > 0)
         if chosen:
             progress = _go_on(island, chosen, outer_round, seat, fragments, coordinator and coordinator.state)
             metrics.write("event", what="resumed", detail=chosen.event)
@@ -93,13 +89,28 @@ def run_island(config: RunConfig) -> None:
 
 def _choose(config: RunConfig) -> Chosen | None:
     slot = config.swarm.slot if config.swarm.slot >= 0 else None
-    chosen = resume.choose(config, slot, partial(print, flush=True), restarted=num_restarts() > 0)
+    chosen = resume.choose(config, slot, _TOLD, restarted=num_restarts() > 0)
     if chosen and not chosen.manifest.facts:
         raise ConfigError(
             f"{chosen.folder} is of an island that trained alone, outside of any swarm; to begin a swarm's run with its weights, export "
             "them (diloco export) and set model.init_from to that folder"
         )
     return chosen
+
+
+def _outer_round(
+    config: RunConfig, island: Island, fragments: list[Fragment], coordinator: Coordinator | None, metrics: Metrics
+) -> OuterRound:
+    staging = _STAGING_SECONDS * sum(fragment.numel for fragment in fragments)
+    return OuterRound(
+        make_schedule(config, len(fragments)),
+        config.outer,
+        ParameterMover(island.model.parts, fragments, island.process),
+        coordinator,
+        metrics,
+        island.process,
+        config.exchange.round_deadline + staging,
+    )
 
 
 def _go_on(

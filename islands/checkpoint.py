@@ -57,7 +57,7 @@ class Checkpointer:
     ) -> None:
         config, process = island.config, island.process
         self._island, self._metrics, self._part = island, metrics, part
-        self._saved, self._step = saved and replace(saved), saved.step if saved else 0
+        self._saved, self._step = saved and replace(saved), saved and saved.step
         self._staging = Staging(process.device)
         self._write = CheckpointWriter(process, config.checkpoint_root, config.checkpoint, _WRITE_SECONDS)
         self._rank_0_says = FirstRankSays(process, "state of the checkpoint being written")
@@ -77,7 +77,7 @@ class Checkpointer:
         """Tell what has become of the checkpoint being written; begin the next where ``checkpoint.every`` says so."""
         self._wait(0.0)
         before, self._step = self._step, progress.step
-        if crosses(before, progress.step, self._island.config.checkpoint.every):
+        if crosses(progress.step - 1 if before is None else before, progress.step, self._island.config.checkpoint.every):
             self.save(progress)
 
     def save(self, progress: Progress) -> None:

@@ -51,9 +51,6 @@ class Chosen:
 def choose(config: IslandConfig, slot: int | None, told: Callable[[str], None], restarted: bool = False) -> Chosen | None:
     """The checkpoint that ``train.resume`` leads to; None to start afresh. It reads every byte; on one rank, before any collective.
 
-    Where the island starts afresh, or from a path, its own later checkpoints in ``config.checkpoint_root`` are set aside: else the next
-    start would go on from them.
-
     Args:
         slot: of the island; None: take that of any island.
         told: takes a line for each thing that a person should know: damaged checkpoints, and what is resumed.
@@ -74,8 +71,6 @@ def choose(config: IslandConfig, slot: int | None, told: Callable[[str], None], 
             "holds such folders, or a run.dir; or auto, or never"
         )
     chosen = found and _checked(config, *found)
-    if slot is not None and resume != "auto" and not restarted:
-        _set_aside(root, slot, chosen, told)
     if chosen:
         what = "".join(f"\n  {change}" for change in chosen.changes)
         told(f"resuming from {chosen.folder}" + (f"; changed since:{what}" if what else ""))
@@ -115,7 +110,14 @@ def _checked(config: IslandConfig, folder: Path, manifest: Manifest) -> Chosen:
     return Chosen(folder, manifest, different)
 
 
-def _set_aside(root: Path, slot: int, chosen: Chosen | None, told: Callable[[str], None]) -> None:
+def leave_behind(
+    config: IslandConfig, slot: int, chosen: Chosen | None, told: Callable[[str], None], restarted: bool = False
+) -> None:
+    """Called on one rank before training: an island that was told to start afresh, or from a path, sets aside what later checkpoints it
+    has in ``config.checkpoint_root``; else the next start would go on from them. Arguments as for :func:`choose`."""
+    root = config.checkpoint_root
+    if config.train.resume == "auto" or restarted:
+        return
     is_own = chosen is not None and chosen.folder.resolve().is_relative_to(root.resolve())
     try:
         for path in files.set_aside(root, slot, after=chosen.manifest.step if is_own else -1):

@@ -28,12 +28,15 @@ def run_alone(config: IslandConfig) -> None:
     """
     check_grid(config, world_size())
     corpus, device = load_corpus(config), pick_device(config.run.device)
-    chosen = resume.choose(config, _SLOT, partial(print, flush=True), num_restarts() > 0) if is_first_rank() else None
+    told, restarted = partial(print, flush=True), num_restarts() > 0
+    chosen = resume.choose(config, _SLOT, told, restarted) if is_first_rank() else None
     with process_group(device, config.run.timeout) as process, Stopping(process, config.checkpoint.grace) as stopping:
         check_agreement(config, process)
         chosen = FirstRankSays(process, "checkpoint to resume from")(chosen, config.run.timeout)
         island = build_island(config, process, corpus)
         progress = resume.load(island, chosen) if chosen else None
+        if is_first_rank():
+            resume.leave_behind(config, _SLOT, chosen, told, restarted)
         metrics = open_metrics(island, _SLOT, continues=chosen is not None)
         if chosen:
             metrics.write("event", what="resumed", detail=chosen.event)

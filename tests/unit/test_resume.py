@@ -14,7 +14,7 @@ from islands.config_file import ConfigError
 from islands.data.base import Corpus, fingerprint
 from islands.fragments import schema_hash, schema_of
 from islands.island import meta_model
-from islands.resume import Chosen, check_corpus, choose
+from islands.resume import Chosen, check_corpus, choose, leave_behind
 
 
 def config_in(folder: Path, resume: str = "auto", **sections: Any) -> RunConfig:
@@ -85,10 +85,18 @@ def test_checkpoints_of_an_earlier_run_are_set_aside_unless_it_goes_on(tmp_path:
         saved(config, step)
     saved(config, 40, slot=1)
     older = files.folder_of(config.checkpoint_root, 10, 0)
-    assert choose(config_in(tmp_path, str(older)), 0, told).folder == older
+    path = config_in(tmp_path, str(older))
+    chosen = choose(path, 0, told)
+    assert chosen.folder == older
+    leave_behind(path, 0, chosen, told, restarted=True)
+    leave_behind(config, 0, chosen, told)
+    assert len(files.find(config.checkpoint_root, 0)) == 3
+    leave_behind(path, 0, chosen, told)
     assert sum("set aside a checkpoint of an earlier run: it is now" in line for line in told) == 2
     assert choose(config, 0, told).folder == older  # from now on that is the newest
-    assert choose(config_in(tmp_path, "never"), 0, told) is None
+    never = config_in(tmp_path, "never")
+    assert choose(never, 0, told) is None
+    leave_behind(never, 0, None, told)
     assert choose(config, 0, told) is None
     assert len(files.find(config.checkpoint_root)) == 1  # that of another island
 
