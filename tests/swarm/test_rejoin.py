@@ -1,7 +1,6 @@
 """Whole islands that are killed and started again in the middle of a run, as a user would."""
 
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 from cluster import Cluster
@@ -14,7 +13,7 @@ pytestmark = pytest.mark.timeout(240)
 def test_a_restarted_island_goes_on_where_the_swarm_is(tmp_path: Path) -> None:
     """Anchor, learning rate and data position are those of the swarm, and the optimizer state that of its last checkpoint; no sample
     counts twice; losses fall; all end together."""
-    steps = 120
+    steps = 160
     with Cluster(tmp_path, 3, ["exchange.peer_timeout=5", "checkpoint.every=5"], steps=steps, step_seconds=0.2) as cluster:
         cluster.wait_until_training()
         cluster.wait_until(lambda: len(cluster.islands[1].rows("step")) >= 13)  # some after its second round
@@ -29,7 +28,8 @@ def test_a_restarted_island_goes_on_where_the_swarm_is(tmp_path: Path) -> None:
     (resumed,) = [row["detail"] for row in lives[1].of_kind("event") if row["what"] == "resumed"]
     assert 5 <= resumed["step"] <= 15
     again = lives[1].of_kind("step")
-    assert all(fmean(row["loss"] for row in life.of_kind("step")[-10:]) < again[0]["loss"] for life in lives)
+    crashed_at = cluster.islands[1].lives[0].of_kind("step")[-1]["loss"]
+    assert all(life.of_kind("eval")[-1]["loss"] < crashed_at - 1 for life in lives)
     first, others = again[0], {row["step"]: row["lr"] for row in lives[0].of_kind("step")}
     assert first["step"] > 5 * killed_at, "it goes on at the swarm's step"
     assert all(others[row["step"]] == row["lr"] for row in again if row["step"] in others)
