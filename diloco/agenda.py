@@ -1,6 +1,7 @@
 """What an island does between two inner steps, as its rank 0 knows: which rounds land, which are launched."""
 
 import time
+from typing import Callable
 
 from diloco.config import OuterSection
 from diloco.exchange.base import Exchange, RoundOutcome
@@ -9,29 +10,43 @@ from diloco.pace import Pacing
 from diloco.schedule import RoundTimer, Schedule, StepSchedule
 from islands.train_loop import Progress
 
+_LOOK_SECONDS = 0.002
+
 
 class Agenda:
     """On rank 0.
 
     Args:
         brings_early: what has arrived before its time is moved to the other ranks meanwhile, if there are any.
+        hurries: whether someone wants training to stop: then it waits for no outcome. What is in flight goes into the last checkpoint.
+        patience: seconds from a launch until an outcome is waited for all the same, which the exchange then gives or ends.
     """
 
     def __init__(
-        self, schedule: Schedule, section: OuterSection, exchange: Exchange, pacing: Pacing, brings_early: bool
+        self,
+        schedule: Schedule,
+        section: OuterSection,
+        exchange: Exchange,
+        pacing: Pacing,
+        brings_early: bool,
+        hurries: Callable[[], bool] | None = None,
+        patience: float = 0.0,
     ) -> None:
         self._schedule, self._section, self._exchange = schedule, section, exchange
         self._pacing, self._brings_early = pacing, brings_early
+        self._hurries, self._patience = hurries, patience
         self._timer = None if isinstance(schedule, StepSchedule) else RoundTimer(schedule, time.monotonic())
 
     def next(self, progress: Progress, log: Logbook) -> Boundary:
         """What to do now; asked again until nothing lands and nothing is launched. Waits for outcomes that are due."""
         due = {index for index in self._due(progress, log) if log.launched_at[index] < log.inner_step} - log.finished
         landing = [flight for flight in log.flights.values() if self._lands(flight, flight.fragment in due, progress, log)]
-        if landing:
+        if landing and (self._ends(progress) or self._wait_for(landing)):
             return Boundary(landing=tuple(self._outcome(flight) for flight in landing))
         if self._timer is None:
             log.missed |= due & log.flights.keys()
+        if landing:
+            return Boundary()
         if launching := [index for index in sorted(due - log.flights.keys()) if log.work[index].tokens]:
             log.missed.difference_update(launching)
             return Boundary(launching=tuple(launching))
@@ -63,6 +78,14 @@ class Agenda:
                 return False
             if self._section.late == "land_late":
                 return self._arrived(flight)
+        return True
+
+    def _wait_for(self, flights: list[Flight]) -> bool:
+        """Returns whether their outcomes may be taken now; not so where someone wants to stop before."""
+        while self._hurries and not all(self._arrived(flight) or flight.age > self._patience for flight in flights):
+            if self._hurries():
+                return False
+            time.sleep(_LOOK_SECONDS)
         return True
 
     def _arrived(self, flight: Flight) -> bool:

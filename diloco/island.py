@@ -68,7 +68,7 @@ def run_island(config: RunConfig) -> None:
         stack.callback(metrics.close)
         if seat.address:
             metrics.write("event", what="address", detail=seat.address)
-        outer_round = _outer_round(config, island, fragments, coordinator, metrics)
+        outer_round = _outer_round(config, island, fragments, coordinator, metrics, stopping)
         if is_first_rank():
             resume.leave_behind(config, seat.slot, chosen, _TOLD, restarted=num_restarts() > 0)
         if chosen:
@@ -99,7 +99,12 @@ def _choose(config: RunConfig) -> Chosen | None:
 
 
 def _outer_round(
-    config: RunConfig, island: Island, fragments: list[Fragment], coordinator: Coordinator | None, metrics: Metrics
+    config: RunConfig,
+    island: Island,
+    fragments: list[Fragment],
+    coordinator: Coordinator | None,
+    metrics: Metrics,
+    stopping: Stopping,
 ) -> OuterRound:
     staging = _STAGING_SECONDS * sum(fragment.numel for fragment in fragments)
     return OuterRound(
@@ -110,6 +115,7 @@ def _outer_round(
         metrics,
         island.process,
         config.exchange.round_deadline + staging,
+        stopping.asked,
     )
 
 

@@ -49,6 +49,7 @@ class OuterRound:
     Args:
         coordinator: on rank 0; None on the others.
         round_seconds: the longest that a round may take, which ranks then wait for rank 0.
+        hurries: see :class:`~diloco.agenda.Agenda`.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class OuterRound:
         metrics: Metrics,
         process: Process,
         round_seconds: float,
+        hurries: Callable[[], bool] | None = None,
     ) -> None:
         self._schedule, self._section, self._mover = schedule, section, mover
         self._coordinator, self._metrics = coordinator, metrics
         self._say = FirstRankSays(process, "rounds that begin or end")
         self._several_ranks = process.world_size > 1
         self._course = Course(schedule)
-        self._wait_seconds = round_seconds + _GRACE_SECONDS
+        self._round_seconds, self._hurries = round_seconds, hurries
         self._stepping_since = 0.0  # when the inner step that comes next could begin
         self._log = Logbook.begin(schedule.num_fragments, Seat(slot=0))
         self._pacing: Pacing | None = None
@@ -133,7 +135,8 @@ class OuterRound:
         """What rank 0 does alone at the start."""
         exchange, state = coordinator.exchange, coordinator.state
         self._pacing = Pacing(self._section, state)
-        self._agenda = Agenda(self._schedule, self._section, exchange, self._pacing, brings_early=self._several_ranks)
+        early, waits = self._several_ranks, (self._hurries, self._round_seconds)
+        self._agenda = Agenda(self._schedule, self._section, exchange, self._pacing, early, *waits)
         self._eager = self._eager or self.make_eager_starts()
         exchange.started()
 
@@ -160,7 +163,7 @@ class OuterRound:
     def _acts(self, progress: Progress) -> bool:
         """Do what rank 0 says. Returns whether that may have given rise to more."""
         began = time.monotonic()
-        boundary = self._say(self._agenda and self._agenda.next(progress, self._log), self._wait_seconds)
+        boundary = self._say(self._agenda and self._agenda.next(progress, self._log), self._round_seconds + _GRACE_SECONDS)
         for outcome in boundary.landing:
             self._log.flights[outcome.fragment].stall_seconds += time.monotonic() - began
             self._land(outcome, progress)

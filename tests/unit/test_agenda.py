@@ -2,7 +2,7 @@
 
 import time
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 from small import small_config
@@ -43,12 +43,15 @@ class Others:
 class Island:
     """Steps through a run and does what its agenda says, with rounds that all commit."""
 
-    def __init__(self, early: bool = False, steps: int = 20, **outer: Any) -> None:
+    def __init__(
+        self, early: bool = False, steps: int = 20, hurries: Callable[[], bool] | None = None, patience: float = 60.0, **outer: Any
+    ) -> None:
         config = small_config(outer=outer, train=dict(steps=steps), swarm=dict(islands=2))
         count, state = config.outer.fragments, OuterState(make_layout(config, [4] * config.outer.fragments))
         self.others, self.progress, self.log = Others(), Progress(), Logbook.begin(count, Seat(0))
         schedule = make_schedule(config, count)
-        self.agenda = Agenda(schedule, config.outer, self.others, Pacing(config.outer, state), brings_early=early)
+        pacing = Pacing(config.outer, state)
+        self.agenda = Agenda(schedule, config.outer, self.others, pacing, early, hurries, patience)
         self.told: dict[int, list[tuple[str, int]]] = {}
 
     def step(self, count: int = 1) -> None:
@@ -91,6 +94,29 @@ def test_a_round_lands_so_many_steps_after_its_launch() -> None:
     assert island.events() == {
         5: [("launch", 0)], 7: [("land", 0)], 10: [("launch", 0)], 12: [("land", 0), ("launch", 0), ("land", 0)]
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("outer", [dict(overlap=0), dict(overlap=2), dict(overlap="eager")], ids=["blocking", "tau", "eager"])
+def test_who_is_asked_to_stop_waits_for_no_round_but_the_last(outer: dict[str, Any]) -> None:
+    """It stays in flight, for the checkpoint; gone on from there, it lands when it is in."""
+    asked: list[bool] = []
+    island = Island(sync_every=5, steps=11, hurries=lambda: bool(asked), **outer)
+    island.others.arrivals.add(0)
+    island.step(4)
+    island.others.arrivals.clear()
+    asked.append(True)
+    island.step(6)
+    assert not island.others.waited_for and list(island.log.flights) == [0]
+    assert island.events() == {5: [("launch", 0)]}
+    island.others.arrivals.add(0)
+    island.step(1)
+    assert island.events()[11][:2] == [("land", 0), ("launch", 0)] and not island.log.flights
+
+
+def test_an_exchange_that_says_nothing_is_asked_in_the_end() -> None:
+    island = Island(sync_every=5, hurries=lambda: False, patience=0.05)
+    island.step(5)
+    assert island.others.waited_for == [0] and island.events() == {5: [("launch", 0), ("land", 0)]}
 
 
 def test_several_fragments_are_in_flight_at_once_and_all_end_with_the_run() -> None:
