@@ -9,6 +9,7 @@ from typing import Any, Callable, Literal
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from diloco.config import RunConfig
@@ -69,7 +70,7 @@ class SavedWeights:
         """A whole parameter, on the CPU, in the dtype that it was saved in.
 
         Raises:
-            ConfigError: the checkpoint has none of that name and shape.
+            ConfigError: the checkpoint has none of that name and shape, or can't be read (any more).
         """
         key, wanted = _PREFIXES[self.source] + name, self.shapes[name]
         stored = self._metadata.get(key)
@@ -78,8 +79,17 @@ class SavedWeights:
             raise ConfigError(f"{self.folder}: has {found} for {key}, and the model of its configuration has {wanted}")
         tensors = {key: torch.empty(wanted, dtype=stored.properties.dtype)}
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # it says that there is no process group
-            dcp.load(tensors, storage_reader=self._reader, no_dist=True)
+            try:
+                dcp.load(tensors, storage_reader=self._reader, no_dist=True)
+            except CheckpointException as error:  # not an Exception, so nobody else would catch it
+                raise ConfigError(self._unreadable(error)) from error
         return tensors[key]
+
+    def _unreadable(self, error: CheckpointException) -> str:
+        if not self.folder.exists():
+            return f"{self.folder} was removed while it was being read: its run keeps only the newest. Do it again"
+        reasons = ", ".join(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values())
+        return f"{self.folder} can't be read: {reasons}"
 
     @property
     def has_anchor(self) -> bool:

@@ -1,6 +1,7 @@
 """Weights of a run as a folder for other programs: equal logits there, which checkpoint is taken, and what is in memory."""
 
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,15 @@ def test_a_failure_amid_writing_leaves_nothing(run: Path, monkeypatch: pytest.Mo
 
 def _full_disk() -> Tensor:
     raise OSError(28, "No space left on device")
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile(run: Path) -> None:
+    saved = open_saved(run, tell=lambda line: None)
+    first, second, *_ = saved.shapes
+    saved.read(first)
+    shutil.rmtree(saved.folder)
+    with pytest.raises(ConfigError, match=f"{saved.folder.name} was removed while it was being read: .* Do it again"):
+        saved.read(second)
 
 
 def test_checkpoints_of_another_model_than_they_say(tmp_path: Path) -> None:
