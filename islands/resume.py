@@ -55,7 +55,7 @@ def choose(config: IslandConfig, slot: int | None, told: Callable[[str], None], 
     start would go on from them.
 
     Args:
-        slot: of the island; None: take that of any island.
+        slot: of the island; None, where it does not know that yet: all checkpoints there count as its own.
         told: takes a line for each thing that a person should know: damaged checkpoints, and what is resumed.
         restarted: torchrun has started the ranks again; what they have written themselves comes first, whatever ``train.resume`` says.
 
@@ -74,7 +74,7 @@ def choose(config: IslandConfig, slot: int | None, told: Callable[[str], None], 
             "holds such folders, or a run.dir; or auto, or never"
         )
     chosen = found and _checked(config, *found)
-    if slot is not None and resume != "auto" and not restarted:
+    if resume != "auto" and not restarted:
         _set_aside(root, slot, chosen, told)
     if chosen:
         what = "".join(f"\n  {change}" for change in chosen.changes)
@@ -115,7 +115,7 @@ def _checked(config: IslandConfig, folder: Path, manifest: Manifest) -> Chosen:
     return Chosen(folder, manifest, different)
 
 
-def _set_aside(root: Path, slot: int, chosen: Chosen | None, told: Callable[[str], None]) -> None:
+def _set_aside(root: Path, slot: int | None, chosen: Chosen | None, told: Callable[[str], None]) -> None:
     is_own = chosen is not None and chosen.folder.resolve().is_relative_to(root.resolve())
     try:
         for path in files.set_aside(root, slot, after=chosen.manifest.step if is_own else -1):

@@ -94,6 +94,15 @@ def test_checkpoints_of_an_earlier_run_are_set_aside_unless_it_goes_on(tmp_path:
     assert len(files.find(config.checkpoint_root)) == 1  # that of another island
 
 
+def test_an_island_of_no_fixed_slot_leaves_an_earlier_run_behind_too(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "never")
+    saved(config, 1000, slot=2)
+    assert choose(config, None, Told()) is None
+    saved(config, 10, slot=0)
+    assert choose(config, None, Told(), restarted=True).manifest.step == 10
+    assert choose(config_in(tmp_path), None, Told()).manifest.step == 10
+
+
 def test_ranks_that_torchrun_started_again_go_on_from_what_they_wrote(tmp_path: Path) -> None:
     before = saved(config_in(tmp_path / "other"), 100)
     for resume, first in (("never", None), (str(before), 100)):
