@@ -17,6 +17,7 @@ from islands import plugins
 from islands.checkpoint_files import BadCheckpoint, Manifest, find, step_of, verify
 from islands.config import CheckpointSection, ModelSection
 from islands.config_file import ConfigError, Section, load_config, parse_config
+from islands.data.base import NUM_BYTES
 
 Source = Literal["anchor", "own"]
 
@@ -45,7 +46,7 @@ class SavedWeights:
         source: which of those it has.
         model: sizes; ``init_from`` is empty.
         seq_len: positions that the model was trained on.
-        began_from: folder of Hugging Face that the run began from, or None; it may be gone.
+        began_from: folder of Hugging Face that the run began from, and whose tokens it trained on, or None; it may be gone.
     """
 
     folder: Path
@@ -161,7 +162,8 @@ def _open(folder: Path, manifest: Manifest, source: Source | None, tell: Callabl
     raw, seq_len = manifest.config["model"], manifest.config["data"]["seq_len"]
     family = plugins.load("islands.models", raw["type"])
     model = parse_config(family.Config, {**raw, "init_from": ""}, source=f"model in {folder}")
-    began_from = Path(raw["init_from"]) if raw.get("init_from") else None
+    is_bytes = manifest.corpus.get("vocab_size") == NUM_BYTES  # whatever tokens the weights were made for
+    began_from = Path(raw["init_from"]) if raw.get("init_from") and not is_bytes else None
     saved = SavedWeights(folder, source or "anchor", manifest.step, manifest.slot, model, seq_len, began_from)
     if saved.source == "own" or saved.has_anchor:
         return saved

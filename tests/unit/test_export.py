@@ -261,3 +261,12 @@ def test_the_tokenizer_goes_along(tmp_path: Path, capsys: pytest.CaptureFixture)
         path.unlink()
     assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]) == 0  # works without it
     assert f"there is none in model.init_from={folder}" in capsys.readouterr().out
+
+
+def test_a_run_on_bytes_leaves_the_tokenizer_of_its_weights_behind(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_folder(tmp_path / "folder")
+    (tmp_path / "folder/tokenizer.json").write_text("{}")
+    write_checkpoint(tmp_path / "run", config_from(tmp_path / "folder"), small_weights()[1], anchor=None, vocab=256)
+    assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "out/tokenizer.json").exists() and "tokens are bytes" in capsys.readouterr().out
+    assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "one", "--tokens", "1"]) == 0
