@@ -87,7 +87,7 @@ def run_island(config: RunConfig) -> None:
             coordinator.exchange.close(hurry=True)  # a grace is running
         what, detail = ("end", "all steps done") if ended else ("stopped", f"on request after step {progress.step}")
         metrics.write("event", what=what, detail=detail)
-    if is_first_rank():
+    if ended and is_first_rank():  # else a grace is running, and to draw a figure takes seconds
         write_report(config.run.dir)
 
 
