@@ -62,6 +62,8 @@ def run_island(config: RunConfig) -> None:
         chosen = FirstRankSays(process, "checkpoint to resume from")(chosen, config.run.timeout)
         island = build_island(config, process, corpus)
         seat = _take_seat(coordinator and coordinator.exchange, process, config.swarm.join_timeout, stopping)
+        if coordinator:
+            coordinator.exchange.leave_when(stopping.asked)
         metrics = open_metrics(island, seat.slot, continues=seat.late or chosen is not None)
         stack.callback(metrics.close)
         if seat.address:

@@ -113,8 +113,12 @@ class Stopping:
         Raises:
             Stopped: a rank was asked to stop.
         """
-        if self._asked.is_set() or self._agreement.wished():
+        if self.asked():
             raise Stopped
+
+    def asked(self) -> bool:
+        """On rank 0: whether any rank was asked to stop. Does not wait."""
+        return self._asked.is_set() or self._agreement.wished()
 
     def _listen(self) -> None:
         """The thread: signal numbers come from the interpreter, whatever the main thread does."""

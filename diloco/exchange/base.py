@@ -177,6 +177,10 @@ class Exchange(Protocol):
     def outcome(self, fragment: int) -> RoundOutcome:
         """Wait for the launched round to end; an exchange that can't finish it in time says ``skipped``."""
 
+    def leave_when(self, asked: Callable[[], bool]) -> None:
+        """From now on, whoever waits in :meth:`outcome` while ``asked`` says that this island is to stop waits no longer than a
+        share of ``checkpoint.grace``: the island then leaves the swarm, and what has not ended is skipped."""
+
     def events(self) -> list[ExchangeEvent]:
         """What happened since the last call."""
 

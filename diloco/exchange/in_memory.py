@@ -177,6 +177,9 @@ class InMemoryExchange:
             tokens=ledger.tokens,
         )
 
+    def leave_when(self, asked: Callable[[], bool]) -> None:
+        """See :class:`diloco.exchange.base.Exchange`. Islands of one process stop together."""
+
     def events(self) -> list[ExchangeEvent]:
         """See :class:`diloco.exchange.base.Exchange`."""
         return []

@@ -1,6 +1,7 @@
 """The trainer's end: starts the exchange process, talks to it, and starts it again when it dies."""
 
 import atexit
+import math
 import multiprocessing
 import os
 import secrets
@@ -24,6 +25,8 @@ _START_SECONDS = 300.0  # imports on a busy machine, on top of swarm.join_timeou
 _GRACE_SECONDS = 15.0  # on top of exchange.round_deadline: one settling of votes and a busy machine
 _STAGED_PER_SECOND = 50e6  # bytes of state that even a slow machine steps and hashes; what is begun is not interrupted
 _CLOSE_SECONDS = 5.0
+_LEAVE_SHARE = 0.25  # of checkpoint.grace, for which a round is still waited for; the rest is for the last checkpoint
+_ASK_SECONDS = 0.5  # between two questions whether to stop
 _PROGRESS_SECONDS = 2.0  # between two lines about bytes that come
 _BEAT_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -52,6 +55,7 @@ class HivemindExchange:
         self._traceback = ""
         self._end_reason = ""
         self._closing = False
+        self._asked: Callable[[], bool] = lambda: False
         self._launched: dict[int, float] = {}  # when that was
         self._committing: dict[int, list[RoundOutcome]] = {}  # swaps that were about to happen
         self._outcomes: dict[int, RoundOutcome] = {}
@@ -135,10 +139,9 @@ class HivemindExchange:
         with self._changed:
             limit = self._config.exchange.round_deadline + _GRACE_SECONDS
             limit += sum(tensor.nbytes for tensor in self._state.fragments[fragment].agreed_tensors()) / _STAGED_PER_SECOND
-            left = self._launched[fragment] + limit - time.monotonic()
-            if not self._changed.wait_for(lambda: fragment in self._outcomes, max(0.0, left)):
+            if not self._ends_by(fragment, self._launched[fragment] + limit):
                 # It might still commit while the trainer believes that nothing changed, so it has to end first.
-                self._end_reason = f"it did not end a round within {limit:g} s and was stopped"
+                self._end_reason = self._end_reason or f"it did not end a round within {limit:g} s and was stopped"
                 if self._process:
                     self._process.kill()
                 self._changed.wait_for(lambda: fragment in self._outcomes)
@@ -150,6 +153,10 @@ class HivemindExchange:
                 for other in [index for index, untaken in self._outcomes.items() if untaken.seat]:
                     self._outcomes[other] = self._skipped(other, "this island had lost its slot")
             return outcome
+
+    def leave_when(self, asked: Callable[[], bool]) -> None:
+        """See :class:`diloco.exchange.base.Exchange`."""
+        self._asked = asked
 
     def events(self) -> list[ExchangeEvent]:
         """See :class:`diloco.exchange.base.Exchange`."""
@@ -174,6 +181,20 @@ class HivemindExchange:
         self._keeper.join()
         shutil.rmtree(self._folder, ignore_errors=True)
         atexit.unregister(self.close)
+
+    def _ends_by(self, fragment: int, until: float) -> bool:
+        """Wait for a round to end, and leave the swarm in the middle of it where this island is to stop. Returns whether it ended."""
+        leave_at = math.inf
+        while fragment not in self._outcomes and (now := time.monotonic()) < until:
+            if leave_at == math.inf and self._asked():
+                leave_at = now + _LEAVE_SHARE * self._config.checkpoint.grace
+            if now >= leave_at:
+                self._closing, self._end_reason = True, "was told to leave, as this island is to stop"
+                if self._pipe:
+                    self._send(ipc.Close(hurry=True))
+                return self._changed.wait_for(lambda: fragment in self._outcomes, _CLOSE_SECONDS)
+            self._changed.wait(min(until - now, _ASK_SECONDS))
+        return fragment in self._outcomes
 
     # -- the keeper's thread -------------------------------------------------------------------------------------------
 
