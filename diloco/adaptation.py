@@ -51,11 +51,11 @@ class Adaptation:
 
     def period(self, rung: int) -> int:
         """Inner steps between two rounds of a fragment."""
-        return self._ladder[rung][0]
+        return self._at(rung)[0]
 
     def codec(self, rung: int) -> int:
         """Index of the codec."""
-        return self._ladder[rung][1]
+        return self._at(rung)[1]
 
     def after(self, rung: int, paces: Sequence[Pace]) -> int:
         """Where the next round stands: on the first rung that is predicted to hold the target.
@@ -64,6 +64,7 @@ class Adaptation:
         """
         if not paces or any(pace.step_seconds <= 0 or pace.round_seconds <= 0 for pace in paces):
             return rung
+        rung = min(rung, self.rungs - 1)
         paces = [Pace(*(min(max(seconds, _LEAST), _MOST) for seconds in pace)) for pace in paces]
         good = (index for index in range(self.rungs) if self._utilization(rung, index, paces) >= self.target)
         wanted = next(good, self.rungs - 1)
@@ -71,6 +72,10 @@ class Adaptation:
             return wanted
         eased = self.target + _MARGIN * (1 - self.target)
         return rung - 1 if self._utilization(rung, rung - 1, paces) >= eased else rung
+
+    def _at(self, rung: int) -> tuple[int, int]:
+        """A run that went on with other settings may come from beyond the end of this ladder."""
+        return self._ladder[min(rung, self.rungs - 1)]
 
     def _utilization(self, now: int, then: int, paces: Sequence[Pace]) -> float:
         """Mean over the members, if a round takes time in proportion to its bytes."""

@@ -70,7 +70,7 @@ def run_island(config: RunConfig) -> None:
             metrics.write("event", what="address", detail=seat.address)
         outer_round = _outer_round(config, island, fragments, coordinator, metrics, stopping)
         if is_first_rank():
-            resume.leave_behind(config, seat.slot, chosen, _TOLD, restarted=num_restarts() > 0)
+            resume.leave_behind(config, _fixed_slot(config), chosen, _TOLD, restarted=num_restarts() > 0)
         if chosen:
             progress = _go_on(island, chosen, outer_round, seat, fragments, coordinator and coordinator.state)
             metrics.write("event", what="resumed", detail=chosen.event)
@@ -83,13 +83,17 @@ def run_island(config: RunConfig) -> None:
             coordinator.exchange.close(hurry=True)  # a grace is running
         what, detail = ("end", "all steps done") if ended else ("stopped", f"on request after step {progress.step}")
         metrics.write("event", what=what, detail=detail)
-    if is_first_rank():
+    if ended and is_first_rank():  # else a grace is running, and to draw a figure takes seconds
         write_report(config.run.dir)
 
 
+def _fixed_slot(config: RunConfig) -> int | None:
+    """Whose checkpoints are this island's; None: all in its folder, as it may have had any slot."""
+    return config.swarm.slot if config.swarm.slot >= 0 else None
+
+
 def _choose(config: RunConfig) -> Chosen | None:
-    slot = config.swarm.slot if config.swarm.slot >= 0 else None
-    chosen = resume.choose(config, slot, _TOLD, restarted=num_restarts() > 0)
+    chosen = resume.choose(config, _fixed_slot(config), _TOLD, restarted=num_restarts() > 0)
     if chosen and not chosen.manifest.facts:
         raise ConfigError(
             f"{chosen.folder} is of an island that trained alone, outside of any swarm; to begin a swarm's run with its weights, export "
@@ -115,7 +119,7 @@ def _outer_round(
         metrics,
         island.process,
         config.exchange.round_deadline + staging,
-        stopping.asked,
+        stopping.presses,
     )
 
 

@@ -127,11 +127,6 @@ class FragmentState:
         """Inner steps between two rounds, where the members adapt that; else None."""
         return self._adaptation.period(self.ledger.rung) if self._adaptation else None
 
-    @property
-    def rungs(self) -> int:
-        """How many a ledger may stand on."""
-        return self._adaptation.rungs if self._adaptation else 1
-
     def offers(self, position: int) -> None:
         """This island's contribution up to ``position`` of its data is being encoded; one that was before can't count."""
         self._offered.fill_(position)

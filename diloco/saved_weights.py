@@ -9,6 +9,7 @@ from typing import Any, Callable, Literal
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from diloco.config import RunConfig
@@ -16,6 +17,7 @@ from islands import plugins
 from islands.checkpoint_files import BadCheckpoint, Manifest, find, step_of, verify
 from islands.config import CheckpointSection, ModelSection
 from islands.config_file import ConfigError, Section, load_config, parse_config
+from islands.data.base import NUM_BYTES
 
 Source = Literal["anchor", "own"]
 
@@ -44,7 +46,7 @@ class SavedWeights:
         source: which of those it has.
         model: sizes; ``init_from`` is empty.
         seq_len: positions that the model was trained on.
-        began_from: folder of Hugging Face that the run began from, or None; it may be gone.
+        began_from: folder of Hugging Face that the run began from, and whose tokens it trained on, or None; it may be gone.
     """
 
     folder: Path
@@ -69,7 +71,7 @@ class SavedWeights:
         """A whole parameter, on the CPU, in the dtype that it was saved in.
 
         Raises:
-            ConfigError: the checkpoint has none of that name and shape.
+            ConfigError: the checkpoint has none of that name and shape, or can't be read (any more).
         """
         key, wanted = _PREFIXES[self.source] + name, self.shapes[name]
         stored = self._metadata.get(key)
@@ -78,8 +80,17 @@ class SavedWeights:
             raise ConfigError(f"{self.folder}: has {found} for {key}, and the model of its configuration has {wanted}")
         tensors = {key: torch.empty(wanted, dtype=stored.properties.dtype)}
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # it says that there is no process group
-            dcp.load(tensors, storage_reader=self._reader, no_dist=True)
+            try:
+                dcp.load(tensors, storage_reader=self._reader, no_dist=True)
+            except CheckpointException as error:  # not an Exception, so nobody else would catch it
+                raise ConfigError(self._unreadable(error)) from error
         return tensors[key]
+
+    def _unreadable(self, error: CheckpointException) -> str:
+        if not self.folder.exists():
+            return f"{self.folder} was removed while it was being read: its run keeps only the newest. Do it again"
+        reasons = ", ".join(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values())
+        return f"{self.folder} can't be read: {reasons}"
 
     @property
     def has_anchor(self) -> bool:
@@ -151,7 +162,8 @@ def _open(folder: Path, manifest: Manifest, source: Source | None, tell: Callabl
     raw, seq_len = manifest.config["model"], manifest.config["data"]["seq_len"]
     family = plugins.load("islands.models", raw["type"])
     model = parse_config(family.Config, {**raw, "init_from": ""}, source=f"model in {folder}")
-    began_from = Path(raw["init_from"]) if raw.get("init_from") else None
+    is_bytes = manifest.corpus.get("vocab_size") == NUM_BYTES  # whatever tokens the weights were made for
+    began_from = Path(raw["init_from"]) if raw.get("init_from") and not is_bytes else None
     saved = SavedWeights(folder, source or "anchor", manifest.step, manifest.slot, model, seq_len, began_from)
     if saved.source == "own" or saved.has_anchor:
         return saved

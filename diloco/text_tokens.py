@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Callable, Protocol
 
 from islands.config_file import ConfigError
+from islands.data.base import NUM_BYTES
 from islands.huggingface import CONFIG_FILE
 
 _TOKENIZER = "tokenizer.json"
-_NUM_BYTES = 256
 
 
 class TextTokens(Protocol):
@@ -32,7 +32,7 @@ class TextTokens(Protocol):
 class Bytes:
     """Tokens are the bytes of UTF-8."""
 
-    num_tokens = _NUM_BYTES
+    num_tokens = NUM_BYTES
     ends: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> list[int]:
@@ -93,6 +93,6 @@ def find_tokens(began_from: Path | None, vocab_size: int) -> TextTokens:
     """
     if began_from and (began_from / _TOKENIZER).is_file():
         return Tokenizer(began_from / _TOKENIZER, vocab_size)
-    if vocab_size < _NUM_BYTES:
-        raise ConfigError(f"the model has model.vocab_size={vocab_size} tokens, fewer than the {_NUM_BYTES} bytes, and no {_TOKENIZER}")
+    if vocab_size < NUM_BYTES:
+        raise ConfigError(f"the model has model.vocab_size={vocab_size} tokens, fewer than the {NUM_BYTES} bytes, and no {_TOKENIZER}")
     return Bytes()

@@ -249,8 +249,9 @@ def sweep(root: Path, slot: int) -> None:
                 _remove(path)
 
 
-def set_aside(root: Path, slot: int, after: int) -> list[Path]:
-    """Rename an island's checkpoints of later steps than ``after``, so that nothing is resumed from a run that was left behind.
+def set_aside(root: Path, slot: int | None, after: int) -> list[Path]:
+    """Rename checkpoints of later steps than ``after``, so that nothing is resumed from a run that was left behind; those of all
+    islands if ``slot`` is None.
 
     Returns:
         Their new paths.
@@ -258,7 +259,8 @@ def set_aside(root: Path, slot: int, after: int) -> list[Path]:
     moved = []
     for folder in find(root, slot):
         if step_of(folder) > after:
-            free = next(path for number in range(1, 10**6) if not (path := folder.with_name(f"island-{slot}.aside-{number}")).exists())
+            name = folder.name.removeprefix(".").removesuffix(".replaced")
+            free = next(path for number in range(1, 10**6) if not (path := folder.with_name(f"{name}.aside-{number}")).exists())
             moved.append(folder.rename(free))
     return moved
 

@@ -52,7 +52,7 @@ def choose(config: IslandConfig, slot: int | None, told: Callable[[str], None], 
     """The checkpoint that ``train.resume`` leads to; None to start afresh. It reads every byte; on one rank, before any collective.
 
     Args:
-        slot: of the island; None: take that of any island.
+        slot: of the island; None, where it does not know that yet: all checkpoints there count as its own.
         told: takes a line for each thing that a person should know: damaged checkpoints, and what is resumed.
         restarted: torchrun has started the ranks again; what they have written themselves comes first, whatever ``train.resume`` says.
 
@@ -111,7 +111,7 @@ def _checked(config: IslandConfig, folder: Path, manifest: Manifest) -> Chosen:
 
 
 def leave_behind(
-    config: IslandConfig, slot: int, chosen: Chosen | None, told: Callable[[str], None], restarted: bool = False
+    config: IslandConfig, slot: int | None, chosen: Chosen | None, told: Callable[[str], None], restarted: bool = False
 ) -> None:
     """Called on one rank before training: an island that was told to start afresh, or from a path, sets aside what later checkpoints it
     has in ``config.checkpoint_root``; else the next start would go on from them. Arguments as for :func:`choose`."""

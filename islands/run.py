@@ -2,16 +2,18 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Callable
 
 from islands import resume
 from islands.agreement import check_agreement
 from islands.checkpoint import Checkpointer
 from islands.config import IslandConfig
-from islands.config_file import dump_config
+from islands.config_file import ConfigError, dump_config
 from islands.island import Island, build_island, load_corpus, num_parameters
 from islands.mesh import check_grid
 from islands.metrics import Metrics
 from islands.process import is_first_rank, num_restarts, pick_device, process_group, world_size
+from islands.resume import Chosen
 from islands.sharing import FirstRankSays
 from islands.stopping import Stopping
 from islands.strategies.pipeline_plan import num_micro_batches, predicted_bubble
@@ -29,7 +31,7 @@ def run_alone(config: IslandConfig) -> None:
     check_grid(config, world_size())
     corpus, device = load_corpus(config), pick_device(config.run.device)
     told, restarted = partial(print, flush=True), num_restarts() > 0
-    chosen = resume.choose(config, _SLOT, told, restarted) if is_first_rank() else None
+    chosen = _choose(config, told, restarted) if is_first_rank() else None
     with process_group(device, config.run.timeout) as process, Stopping(process, config.checkpoint.grace) as stopping:
         check_agreement(config, process)
         chosen = FirstRankSays(process, "checkpoint to resume from")(chosen, config.run.timeout)
@@ -46,6 +48,17 @@ def run_alone(config: IslandConfig) -> None:
             else:
                 metrics.write("event", what="stopped", detail="as asked; started again, it goes on from its last checkpoint")
         metrics.close()
+
+
+def _choose(config: IslandConfig, told: Callable[[str], None], restarted: bool) -> Chosen | None:
+    chosen = resume.choose(config, _SLOT, told, restarted)
+    if chosen and chosen.manifest.facts:
+        raise ConfigError(
+            f"{chosen.folder} is of an island of a swarm, and alone it would go on with other samples; go on with diloco launch or "
+            "python -m diloco. To train alone, set another run.dir; to begin with its weights, export them (diloco export) and set "
+            "model.init_from to that folder"
+        )
+    return chosen
 
 
 def open_metrics(island: Island, slot: int, continues: bool = False) -> Metrics:

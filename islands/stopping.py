@@ -21,6 +21,9 @@ _SAME_WISH_SECONDS = 2.0
 
 _EXIT_TOO_LATE = 1
 
+#: Of the grace, how long a wait for others may go on; the rest is for the last checkpoint.
+_WAITING_SHARE = 0.25
+
 _WISH, _STOP_AT = "stopping/wish", "stopping/at"
 
 
@@ -74,6 +77,7 @@ class Stopping:
         self._rank, self._grace = process.rank, grace
         self._agreement = StopAgreement(process)
         self._asked = threading.Event()
+        self._pressing_from: float | None = None
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._thread = threading.Thread(target=self._listen, name="stopping", daemon=True)
@@ -117,8 +121,14 @@ class Stopping:
             raise Stopped
 
     def asked(self) -> bool:
-        """For rank 0, which then waits no longer than it has to: whether any rank was asked to stop."""
+        """On rank 0: whether any rank was asked to stop. Does not wait."""
         return self._asked.is_set() or self._agreement.wished()
+
+    def presses(self) -> bool:
+        """On rank 0, while it waits for other islands: whether it should wait no longer. For a share of the grace it still may."""
+        if self._pressing_from is None and self.asked():
+            self._pressing_from = time.monotonic() + _WAITING_SHARE * self._grace
+        return self._pressing_from is not None and time.monotonic() >= self._pressing_from
 
     def _listen(self) -> None:
         """The thread: signal numbers come from the interpreter, whatever the main thread does."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from small import plain_model, small_config
+from small import VOCAB, plain_model, small_config
 from torch import Tensor
 
 from diloco.config import RunConfig
@@ -43,14 +43,20 @@ def config_from(folder: Path, precision: str = "fp32", **model: Any) -> RunConfi
 
 
 def write_checkpoint(
-    run_dir: Path, config: RunConfig, own: dict[str, Tensor], anchor: dict[str, Tensor] | None, step: int = 7, slot: int = 0
+    run_dir: Path,
+    config: RunConfig,
+    own: dict[str, Tensor],
+    anchor: dict[str, Tensor] | None,
+    step: int = 7,
+    slot: int = 0,
+    vocab: int = VOCAB,
 ) -> Path:
-    """A checkpoint as islands write it, as far as weights are concerned. Returns its folder."""
+    """A checkpoint as islands write it, as far as weights are concerned. ``vocab``: of its text. Returns its folder."""
     tensors = {f"model.{name}": weight for name, weight in own.items()}
     tensors |= {f"outer.anchor.{name}": weight for name, weight in (anchor or {}).items()}
     folder = start_folder(run_dir / "checkpoints", step, slot)
     with warnings.catch_warnings(action="ignore"):
         dcp.save(tensors, checkpoint_id=folder, no_dist=True)
     files = describe(sorted(folder.iterdir()))
-    write_manifest(folder, Manifest(FORMAT, "0", step, slot, {}, config.model_dump(), "", {}, "", 1, {}, files))
+    write_manifest(folder, Manifest(FORMAT, "0", step, slot, {}, config.model_dump(), "", {"vocab_size": vocab}, "", 1, {}, files))
     return publish(folder, slot)

@@ -27,17 +27,22 @@ class Corpus:
     vocab_size: int
 
 
+#: The vocabulary of a corpus whose tokens are bytes.
+NUM_BYTES = 256
+
 #: Of each part of a corpus, how many pieces of how many tokens its fingerprint looks at.
 _PIECES, _PIECE_TOKENS = 64, 1024
 
 
 def fingerprint(corpus: Corpus) -> dict[str, Any]:
-    """Tells a corpus from others, without reading all of it: token counts, and SHA-256 (hex) of pieces spread evenly over it."""
+    """Tells a corpus from others, without reading all of it: its vocabulary, token counts, and SHA-256 (hex) of pieces spread
+    evenly over it."""
     digest = hashlib.sha256()
     for tokens in (corpus.train, corpus.held_out):
         for start in np.linspace(0, max(0, len(tokens) - _PIECE_TOKENS), _PIECES).astype(np.int64):
             digest.update(tokens[start : start + _PIECE_TOKENS].astype("<i8").tobytes())
-    return {"train_tokens": len(corpus.train), "held_out_tokens": len(corpus.held_out), "sample": digest.hexdigest()}
+    counts = {"vocab_size": corpus.vocab_size, "train_tokens": len(corpus.train), "held_out_tokens": len(corpus.held_out)}
+    return counts | {"sample": digest.hexdigest()}
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -137,7 +142,7 @@ def read_bytes(files: Sequence[Path], held_out: float, key: str) -> Corpus:
         held_files -= {order[-1]}
         held = [texts[index] for index in range(len(files)) if index in held_files]
         train = [texts[index] for index in range(len(files)) if index not in held_files]
-    corpus = Corpus(*(np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)), vocab_size=256)
+    corpus = Corpus(*(np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)), vocab_size=NUM_BYTES)
     if not len(corpus.train) or not len(corpus.held_out):
         raise ConfigError(
             f"{key}: {sum(map(len, texts))} bytes of text leave {len(corpus.train)} to train on and "

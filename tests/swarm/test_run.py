@@ -160,6 +160,7 @@ def test_control_c_stops_with_checkpoints_and_the_same_command_goes_on(run: Run)
     output, _ = launched.communicate(timeout=40)
     assert launched.returncode == 0, output
     assert run.living() == []
+    assert not (run.folder / "run" / "summary.json").exists()  # the time of their grace is for checkpoints
     stopped = [verify(find(run.folder / "run" / "checkpoints", slot)[0]) for slot in (0, 1)]
     assert [manifest.step for manifest in stopped] == [run.rows(slot, "step")[-1]["step"] for slot in (0, 1)]
     assert f"Stopped at step {max(manifest.step for manifest in stopped)} of 100000. To go on: diloco launch {config}" in output

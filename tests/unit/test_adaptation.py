@@ -67,6 +67,14 @@ def test_a_member_may_say_any_number(step: float, seconds: float, free: float) -
         assert 0 <= several.after(rung, [Pace(step, seconds, free), Pace(1.0, 1e-6)]) < several.rungs
 
 
+def test_from_beyond_the_end_of_the_ladder_it_goes_on_at_its_end() -> None:
+    """A run may go on from a checkpoint with fewer codecs, or a longest period that is shorter."""
+    beyond = LADDER.rungs + 3
+    assert (LADDER.period(beyond), LADDER.codec(beyond)) == (100, 2)
+    assert LADDER.after(beyond, paces(1e6)) == LADDER.rungs - 1
+    assert LADDER.after(beyond, paces(0.001)) == LADDER.rungs - 2
+
+
 @pytest.mark.parametrize("unknown", [Pace(), Pace(1.0, 0.0), Pace(0.0, 1.0)])
 def test_it_waits_until_all_have_measured(unknown: Pace) -> None:
     assert LADDER.after(3, [*paces(1e6), unknown]) == 3

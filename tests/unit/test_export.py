@@ -1,6 +1,7 @@
 """Weights of a run as a folder for other programs: equal logits there, which checkpoint is taken, and what is in memory."""
 
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,15 @@ def _full_disk() -> Tensor:
     raise OSError(28, "No space left on device")
 
 
+def test_a_checkpoint_that_its_run_removes_meanwhile(run: Path) -> None:
+    saved = open_saved(run, tell=lambda line: None)
+    first, second, *_ = saved.shapes
+    saved.read(first)
+    shutil.rmtree(saved.folder)
+    with pytest.raises(ConfigError, match=f"{saved.folder.name} was removed while it was being read: .* Do it again"):
+        saved.read(second)
+
+
 def test_checkpoints_of_another_model_than_they_say(tmp_path: Path) -> None:
     config, weights = small_weights()
     del weights["norm.weight"]
@@ -251,3 +261,12 @@ def test_the_tokenizer_goes_along(tmp_path: Path, capsys: pytest.CaptureFixture)
         path.unlink()
     assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]) == 0  # works without it
     assert f"there is none in model.init_from={folder}" in capsys.readouterr().out
+
+
+def test_a_run_on_bytes_leaves_the_tokenizer_of_its_weights_behind(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_folder(tmp_path / "folder")
+    (tmp_path / "folder/tokenizer.json").write_text("{}")
+    write_checkpoint(tmp_path / "run", config_from(tmp_path / "folder"), small_weights()[1], anchor=None, vocab=256)
+    assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "out/tokenizer.json").exists() and "tokens are bytes" in capsys.readouterr().out
+    assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "one", "--tokens", "1"]) == 0

@@ -15,6 +15,7 @@ from islands.data.base import Corpus, fingerprint
 from islands.fragments import schema_hash, schema_of
 from islands.island import meta_model
 from islands.resume import Chosen, check_corpus, choose, leave_behind
+from islands.run import run_alone
 
 
 def config_in(folder: Path, resume: str = "auto", **sections: Any) -> RunConfig:
@@ -101,6 +102,16 @@ def test_checkpoints_of_an_earlier_run_are_set_aside_unless_it_goes_on(tmp_path:
     assert len(files.find(config.checkpoint_root)) == 1  # that of another island
 
 
+def test_an_island_of_no_fixed_slot_leaves_an_earlier_run_behind_too(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "never")
+    saved(config, 1000, slot=2)
+    assert choose(config, None, Told()) is None
+    leave_behind(config, None, None, Told())
+    saved(config, 10, slot=0)
+    assert choose(config, None, Told(), restarted=True).manifest.step == 10
+    assert choose(config_in(tmp_path), None, Told()).manifest.step == 10
+
+
 def test_ranks_that_torchrun_started_again_go_on_from_what_they_wrote(tmp_path: Path) -> None:
     before = saved(config_in(tmp_path / "other"), 100)
     for resume, first in (("never", None), (str(before), 100)):
@@ -120,6 +131,13 @@ def test_harmless_changes_are_told_and_harmful_ones_refused(tmp_path: Path) -> N
         choose(config_in(tmp_path, data=dict(seq_len=8), model=dict(num_layers=3)), 0, told)
     for line in ("model.num_layers: 2 -> 3: the weights", "data.seq_len: 16 -> 8: the data position", "train.resume=never"):
         assert line in str(refused.value)
+
+
+def test_alone_no_island_of_a_swarm_is_resumed(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    folder = saved(config, 10, facts=dict(flights=[]))
+    with pytest.raises(ConfigError, match=f"{folder} is of an island of a swarm, and alone it would go on with other samples"):
+        run_alone(config)
 
 
 def test_another_model_under_the_same_keys_is_refused(tmp_path: Path) -> None:
