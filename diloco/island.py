@@ -16,6 +16,7 @@ from islands import plugins, resume
 from islands.agreement import check_agreement
 from islands.checkpoint import Checkpointer
 from islands.config_file import ConfigError
+from islands.data.base import Corpus
 from islands.fragments import Fragment, schema_hash, schema_of
 from islands.initialize import parameter_dtype
 from islands.island import Island, build_island, load_corpus, meta_model
@@ -52,7 +53,7 @@ def run_island(config: RunConfig) -> None:
     corpus, device = load_corpus(config), pick_device(config.run.device)
     schema = schema_of(meta_model(config))
     fragments = make_fragments(config, schema)
-    chosen, coordinator = _choose(config) if is_first_rank() else None, None
+    chosen, coordinator = _choose(config, corpus) if is_first_rank() else None, None
     with ExitStack() as stack:
         if is_first_rank():  # first of all: the exchange process takes seconds to start, while the ranks meet
             prefers = chosen.manifest.slot if chosen else -1
@@ -92,13 +93,16 @@ def _fixed_slot(config: RunConfig) -> int | None:
     return config.swarm.slot if config.swarm.slot >= 0 else None
 
 
-def _choose(config: RunConfig) -> Chosen | None:
+def _choose(config: RunConfig, corpus: Corpus) -> Chosen | None:
+    """What can't be gone on with is refused before the island joins: others would begin with it, and without what it brings."""
     chosen = resume.choose(config, _fixed_slot(config), _TOLD, restarted=num_restarts() > 0)
     if chosen and not chosen.manifest.facts:
         raise ConfigError(
             f"{chosen.folder} is of an island that trained alone, outside of any swarm; to begin a swarm's run with its weights, export "
             "them (diloco export) and set model.init_from to that folder"
         )
+    if chosen:
+        resume.check_corpus(chosen, corpus)
     return chosen
 
 

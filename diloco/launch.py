@@ -227,15 +227,17 @@ def _show_last(islands: list[_Island], ending: _Ending, view: View) -> None:
 def _tell_ending(plan: LaunchPlan, ending: _Ending) -> int:
     if ending.failed:
         return _tell_failure(plan, ending.failed)
-    if ending.kind == "done":
+    last = newest(plan.config)
+    reached = last.progress["lr_step"] if last else 0
+    at_the_end = reached >= plan.config.train.steps  # of the island that is furthest on; others may have been stopped on the last steps
+    if ending.kind == "done" or (ending.kind == "stopped" and at_the_end):
         print_summary(plan.run_dir, write_report(plan.run_dir))
         return 0
     if ending.kind == "interrupted":
         print(f"Interrupted: all islands are ended. What there is: diloco report {plan.run_dir}", file=sys.stderr)
         return INTERRUPTED
-    last, again = newest(plan.config), command_to_go_on(plan)
-    reached = f"at step {last.progress['lr_step']} of {plan.config.train.steps}" if last else "before there was a checkpoint"
-    print(f"Stopped {reached}. To go on: {shlex.join(again)}\nWhat there is: diloco report {plan.run_dir}")
+    where = f"at step {reached} of {plan.config.train.steps}" if last else "before there was a checkpoint"
+    print(f"Stopped {where}. To go on: {shlex.join(command_to_go_on(plan))}\nWhat there is: diloco report {plan.run_dir}")
     return 0
 
 

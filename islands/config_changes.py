@@ -65,6 +65,8 @@ def _harm(key: str, before: Any, now: Any) -> str:
         return "the weights in the checkpoint are of another dtype"
     if key == "outer.overlap" and "eager" in (before, now):
         return "with eager overlap rounds in flight, and what follows them, have another state"
+    if key == "outer.sync_every" and isinstance(before, str) != isinstance(now, str):
+        return "where rounds go by the clock, how far the run is was counted in tokens, and else in steps"
     if key in _FREE:
         return ""
     return next((why for pattern, why in _FIXED.items() if fnmatch(key, pattern)), "")

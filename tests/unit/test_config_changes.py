@@ -27,6 +27,7 @@ def change(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
         (dict(), dict(outer=dict(fragments=2)), "outer.fragments: 1 -> 2", "cut up"),
         (dict(outer=dict(fragments=2)), dict(outer=dict(fragments=2, fragment_pattern="contiguous")), "'contiguous'", "cut up"),
         (dict(), dict(outer=dict(overlap="eager")), "-> 'eager'", "eager overlap"),
+        (dict(outer=dict(sync_every="5s")), dict(outer=dict(sync_every=4)), "outer.sync_every: '5s' -> 4", "counted in tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -43,6 +44,7 @@ def test_what_can_not_change(before: dict[str, Any], now: dict[str, Any], told: 
         (dict(), dict(parallel=dict(data_parallel_strategy="ddp"))),
         (dict(), dict(optimizer=dict(lr=1e-3))),
         (dict(), dict(run=dict(dir="elsewhere"))),
+        (dict(outer=dict(sync_every="5s")), dict(outer=dict(sync_every="9s"))),
         (dict(outer=dict(overlap=1, sync_every=4)), dict(outer=dict(overlap=2, sync_every=4))),
     ],
     ids=str,

@@ -319,6 +319,16 @@ def test_a_damaged_manifest_is_passed_over(tmp_path):
     assert begin(_config(tmp_path)).told[0].startswith("going on from step 60 ")
 
 
+def test_a_run_of_which_one_island_was_done_is_not_told_to_go_on(tmp_path, capfd):
+    """The command for that would move it aside and begin afresh."""
+    plan = make_plan(QUICKSTART, [f"run.dir={tmp_path / 'run'}", *ON_CPU])
+    (tmp_path / "run" / "island-0").mkdir(parents=True)
+    for step, told in ((199, "Stopped at step 199 of 200. To go on: diloco launch"), (200, "files ")):
+        _checkpoint(plan.config, step)
+        assert launching._tell_ending(plan, launching._Ending("stopped")) == 0
+        assert told in (printed := capfd.readouterr().out) and ("To go on" in printed) == (step < 200)
+
+
 def test_a_checkpoint_inside_the_run_is_found_where_that_is_moved(tmp_path):
     folder = _checkpoint(_config(tmp_path), 60)
     beginning = begin(_config(tmp_path, f"train.resume={folder.parent}"))

@@ -8,6 +8,7 @@ import pytest
 from small import small_config, small_corpus
 from test_checkpoint_files import made
 
+from diloco import island
 from diloco.config import RunConfig
 from islands import checkpoint_files as files
 from islands.config_file import ConfigError
@@ -145,6 +146,14 @@ def test_another_model_under_the_same_keys_is_refused(tmp_path: Path) -> None:
     saved(config, 10, schema="of something else")
     with pytest.raises(ConfigError, match="its model has other parameters than the one configured"):
         choose(config, 0, Told())
+
+
+def test_an_island_whose_text_is_another_one_does_not_even_join(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    saved(config, 10, facts=dict(flights=[]))
+    assert island._choose(config, small_corpus()).manifest.step == 10
+    with pytest.raises(ConfigError, match="the text is another one"):
+        island._choose(config, small_corpus(tokens=4001))
 
 
 def test_another_text_is_refused(tmp_path: Path) -> None:
