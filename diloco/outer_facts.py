@@ -92,9 +92,11 @@ class OuterFacts:
         """The inverse of :meth:`to_json`. Raises ``pydantic.ValidationError``."""
         return TypeAdapter(OuterFacts).validate_python(values)
 
-    def logbook(self, lease: tuple[int, int]) -> Logbook:
-        """For an island that goes on from here, in the same slot; its lease may have another epoch."""
+    def logbook(self, lease: tuple[int, int], steps: int) -> Logbook:
+        """For an island that goes on from here, in the same slot; its lease may have another epoch, and its run more ``steps``: what was
+        the last round of a fragment is then none."""
         log = self.log
+        finished = {index for index in log.finished if self.fragments[index].ledger.step >= steps}
         flights = {facts.fragment: _flight(facts, lease) for facts in self.flights}
         return Logbook(
             [_uncounted(*work) for work in log.work],
@@ -102,7 +104,7 @@ class OuterFacts:
             list(log.tokens),
             list(log.shares),
             flights,
-            set(log.finished),
+            finished,
             set(log.missed),
             log.inner_step,
             lease,

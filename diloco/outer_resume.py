@@ -57,7 +57,7 @@ class OuterResume:
         if self._state and not self._seat.late:
             _settle(self._facts, self._state)
         if self._same_slot and not self._seat.late:
-            return self._round.go_on(self._facts.logbook(self._seat.lease), progress)
+            return self._round.go_on(self._facts.logbook(self._seat.lease, self._round.steps), progress)
         if self._state and not self._same_slot:
             for part in self._state.fragments:
                 part.forget_residual()

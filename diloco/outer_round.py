@@ -116,6 +116,11 @@ class OuterRound:
         self._stepping_since = time.monotonic()
         return progress
 
+    @property
+    def steps(self) -> int:
+        """Of the run."""
+        return self._schedule.steps
+
     def make_eager_starts(self) -> list[EagerStart]:
         """On rank 0, where rounds overlap eagerly: one for each fragment, kept, and returned to be filled."""
         if self._coordinator and self._section.overlap == "eager":

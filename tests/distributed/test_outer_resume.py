@@ -99,10 +99,10 @@ def restore(island: Island, kept: Kept) -> None:
 
 
 def train_all(
-    process: Process, outer: dict[str, Any], before: list[Kept] | None = None, seats: tuple[int, int] = (0, 1)
+    process: Process, outer: dict[str, Any], before: list[Kept] | None = None, seats: tuple[int, int] = (0, 1), steps: int = STEPS
 ) -> list[dict[str, Any]]:
     """Both islands to the end, from ``before`` or, taking checkpoints, from the start; ``seats``: the slot that each gets."""
-    config = small_config(outer=outer, train=dict(steps=STEPS), swarm=dict(islands=ISLANDS))
+    config = small_config(outer=outer, train=dict(steps=steps), swarm=dict(islands=ISLANDS))
     hub, corpus = Hub(ISLANDS), small_corpus()
     islands = [watched(build_island(config, process, corpus)) for _ in range(ISLANDS)]
     results: list[dict[str, Any]] = [{} for _ in range(ISLANDS)]
@@ -207,3 +207,15 @@ def seats_exchanged(process: Process, outer: dict[str, Any]) -> None:
 
 def test_in_another_slot_an_island_goes_on_from_the_anchor(ranks: RankPool) -> None:
     ranks.run(seats_exchanged, 1, RECIPES["streaming"])
+
+
+def continued(process: Process, outer: dict[str, Any]) -> None:
+    before = [result["kept"][STEPS] for result in train_all(process, outer)]
+    for result in train_all(process, outer, before, steps=2 * STEPS):
+        rounds = [(row["fragment"], row["step"], row["outcome"]) for row in result["rows"] if row["kind"] == "round"]
+        assert rounds == [(fragment, step, "committed") for step, fragment in ((14, 1), (16, 0), (18, 1), (20, 0), (22, 1), (24, 0), (24, 1))]
+        assert not [row for row in result["rows"] if row["kind"] == "event"], "work was dropped"
+
+
+def test_a_run_that_was_at_its_end_goes_on_to_a_later_one(ranks: RankPool) -> None:
+    ranks.run(continued, 1, RECIPES["streaming"])
