@@ -9,7 +9,7 @@ from diloco.exchange.base import Work
 from diloco.exchange.hivemind.messages import Claim, Entry
 from diloco.ledger import Counted
 from diloco.outer_state import FragmentState
-from diloco.pseudo_gradient import agreeable, cosine
+from diloco.pseudo_gradient import agreeable
 from diloco.reduction import Codec
 
 
@@ -21,12 +21,11 @@ class Contribution:
 
     Attributes:
         own: the same bytes for every attempt, and for the round after one that went on without them; empty until prepared.
-        cosine: between it and the mean that was staged last.
         encode_seconds, step_seconds: of computing; the second of all that was staged.
     """
 
     def __init__(self, state: FragmentState, codec: Codec, decay: float, work: Work) -> None:
-        self.work, self.own, self.cosine = work, Encoded(0.0), 0.0
+        self.work, self.own = work, Encoded(0.0)
         self.encode_seconds = self.step_seconds = 0.0
         self._state, self._codec, self._decay = state, codec, decay
 
@@ -39,7 +38,6 @@ class Contribution:
     def stage(self, mean: Tensor, counted: list[Counted]) -> bytes:
         """Step the outer optimizer by the mean of all, beside the agreed state; returns the digest to vote for."""
         started = time.monotonic()
-        self.cosine = cosine(self._state.local, mean)
         digest = bytes.fromhex(self._state.stage(mean, counted))
         self.step_seconds += time.monotonic() - started
         return digest

@@ -271,8 +271,10 @@ class Round:
         standing.tell_excluded([each for each in proposal.excluded if each.claim.slot not in standing.convicted])
         excluded = tuple(LeftOut(slot=each.claim.slot, rule=each.rule) for each in proposal.excluded)
         last = LastRound(attempt.members, proposal.weights, excluded)
+        measured, mean_square = offers.add_up(attempt.ballots, len(attempt.members))
+        cosine = measured[attempt.position(attempt.slot)].cosine(mean_square)
         rolled_over = self._ending.left_out is not None  # the anchor moved by more than the round that was launched for
-        return self._ending.swap("committed", last, cosine=self._contribution.cosine, rejected=rolled_over)
+        return self._ending.swap("committed", last, cosine=cosine, rejected=rolled_over)
 
     async def _catch_up(self, tip: Tip) -> RoundOutcome | None:
         taken = await self._overtaken.take_over(tip)
