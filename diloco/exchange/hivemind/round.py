@@ -244,7 +244,7 @@ class Round:
         return None
 
     async def _transfer_and_vote(self, attempt: Attempt) -> None:
-        """Up to where nothing but the swap is missing. What runs in a thread is waited for, never abandoned."""
+        """Up to where nothing but the swap is missing. The mean is staged chunk by chunk, while others are on the wire."""
         overdue = asyncio.get_running_loop().call_later(
             max(0.0, self._deadline - time.monotonic()),
             attempt.fail,
@@ -252,9 +252,9 @@ class Round:
         )
         transfer = attempt.transfer
         try:
-            mean = await attempt.unless_failed(transfer.run())
-            counted = offers.counted(attempt.proposal.claims)
-            digest = await asyncio.to_thread(self._contribution.stage, mean, counted)
+            staging = self._state.begin_staging(offers.counted(attempt.proposal.claims))
+            await attempt.unless_failed(transfer.run(partial(self._contribution.apply, staging)))
+            digest = bytes.fromhex(staging.seal())
             mean_square, evidence = transfer.evidence()
             ballot = Ballot(slot=attempt.slot, digest=digest, mean_square=mean_square, evidence=evidence)
             await attempt.unless_failed(voting.cast_vote(self._around, attempt, ballot))
