@@ -61,6 +61,11 @@ class Measured:
     square: float
     along: float
 
+    def cosine(self, mean_square: float) -> float:
+        """With the mean of all, whose square is given; 0 where either is zero."""
+        size = (self.square * mean_square) ** 0.5
+        return self.along / size if size > 0 else 0.0
+
 
 def understated(claimed_norms: Sequence[float], measured: Sequence[Measured]) -> int | None:
     """Position of the first member whose bytes are larger than it claimed, so that the rule above did not see it."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diloco.outer_state import FragmentState
-from diloco.pseudo_gradient import pseudo_gradient
+from diloco.pseudo_gradient import pseudo_gradient, square_of
 from diloco.reduction import Codec, chunk_slice, num_chunks
 
 
@@ -56,20 +56,27 @@ def encode_contribution(
 
 def _encode(state: FragmentState, codec: Codec, position: int, decay: float, norm: float) -> Encoded:
     state.offers(position)
-    chunks, square = [], 0.0
-    for piece in (chunk_slice(state.numel, index) for index in range(num_chunks(state.numel))):
-        values = state.local[piece]
-        if state.residual is not None and decay:
-            values.add_(state.residual[piece] * decay)
-        try:
-            chunks.append(codec.encode(values))
-        except ValueError:  # what it moved is a number, and what was lost is, and their sum is not
-            return Encoded(math.inf)
-        decoded = codec.decode(chunks[-1], values.numel(), values.dtype)
+    pieces = [chunk_slice(state.numel, index) for index in range(num_chunks(state.numel))]
+    if state.residual is not None and decay:
+        for piece in pieces:
+            state.local[piece].add_(state.residual[piece] * decay)
+    try:
+        chunks = [codec.encode(state.local[piece]) for piece in pieces]
+    except ValueError:  # what it moved is a number, and what was lost is, and their sum is not
+        return Encoded(math.inf)
+    if state.residual is None and all(_is_at(chunk, state.local[piece]) for chunk, piece in zip(chunks, pieces, strict=True)):
+        return Encoded(norm, norm, chunks)  # nothing is lost, so there is nothing to measure
+    square = 0.0
+    for chunk, piece in zip(chunks, pieces, strict=True):
+        decoded = codec.decode(chunk, piece.stop - piece.start, state.dtype)
         if state.residual is not None:
-            torch.sub(values, decoded, out=state.next_residual[piece])
-        wide = decoded.double()
-        square += float(wide @ wide)
+            torch.sub(state.local[piece], decoded, out=state.next_residual[piece])
+        square += square_of(decoded)
     if not math.isfinite(square):  # the codec can't hold such values, which are as little use as parameters that are none
         return Encoded(square)
     return Encoded(norm, square**0.5, chunks)
+
+
+def _is_at(encoded: Tensor, values: Tensor) -> bool:
+    """Whether bytes are the values' own memory."""
+    return encoded.data_ptr() == values.data_ptr() and encoded.numel() == values.nbytes

@@ -7,6 +7,7 @@ process dies, what was agreed is still there. torch only.
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Sequence
 
 import torch
@@ -16,8 +17,10 @@ from diloco.adaptation import Adaptation
 from diloco.ledger import Counted, Ledger
 from diloco.outer_lr import OuterLr
 from diloco.outer_optimizers.base import OuterOptimizer
-from diloco.pseudo_gradient import BLOCK
+from diloco.pseudo_gradient import blocks
+from diloco.reduction import chunk_slice, num_chunks
 from diloco.shared_memory import Arena, SharedMemory
+from diloco.staging import Staging, chunk_digest, chunk_digests, state_digest
 
 _HASH_BYTES = 32
 #: What ``OuterState.called`` says of a fragment: nobody waits; others wait in its next round; they went on without this
@@ -62,7 +65,7 @@ class FragmentState:
     Attributes:
         local: the island's own parameters, written by the trainer at launch; the exchange turns them into what it
             contributes in place.
-        mean: what the last step was made with; None unless :attr:`Layout.keeps_mean`.
+        mean: what the last step was made with, or is being made with; None unless :attr:`Layout.keeps_mean`.
     """
 
     def __init__(self, index: int, numel: int, layout: Layout, memory: Arena) -> None:
@@ -70,6 +73,7 @@ class FragmentState:
         self.index, self.numel, self.dtype, self._optimizer = index, numel, dtype, optimizer
         self._outer_lr, self._adaptation = layout.outer_lr or OuterLr(optimizer.lr), layout.adaptation
         self._staged = False  # known to the process that stages
+        self._staging: Staging | None = None
         self._active = memory.take(1, torch.int64)  # bit 0: the agreed copy of the state; bit 1: that of the residual
         self._offered = memory.take(1, torch.int64)
         self._contribution = memory.take(2, torch.float64)  # whether local holds one; its norm
@@ -100,7 +104,7 @@ class FragmentState:
 
     @property
     def previous_anchor(self) -> Tensor:
-        """The anchor before the last commit; valid until the next round stages its result."""
+        """The anchor before the last commit; valid until the next round begins to stage its result."""
         return self._anchors[1 - self._now]
 
     @property
@@ -168,7 +172,7 @@ class FragmentState:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the agreed anchor and outer-optimizer state."""
+        """Of the agreed anchor, outer-optimizer state and ledger: :func:`~diloco.staging.state_digest` (hex)."""
         return bytes(self._digests[self._now].tolist()).hex()
 
     @property
@@ -196,43 +200,44 @@ class FragmentState:
         """Make what was written into :attr:`anchor` the start of the lineage: height 0, state and ledger zero."""
         for tensor in (*self.optimizer_state.values(), self._ledgers[self._now]):
             tensor.zero_()
-        self._seal(self._now, height=0, parent=b"")
+        self._seal_step(self._now, 0, b"", chunk_digests(self._tensors(self._now)))
 
     def is_intact(self) -> bool:
         """Whether the agreed state still has its digest: memory that went bad is told from a wrong result by it."""
-        return self._hash(self._now).hexdigest() == self.digest
+        return self._hash(self._now, chunk_digests(self._tensors(self._now))).hex() == self.digest
 
-    def stage(self, mean: Tensor, counted: Sequence[Counted] = ()) -> str:
-        """Apply the outer optimizer to the mean pseudo-gradient, beside the agreed state.
+    def begin_staging(self, counted: Sequence[Counted] = ()) -> Staging:
+        """A step of the outer optimizer by a mean that comes chunk by chunk, beside the agreed state.
+
+        From now on nothing can be committed until it is sealed: what was staged before is being written over.
 
         Args:
             counted: what the mean is made of, in its order.
+        """
+        now, then, height = self._now, 1 - self._now, self.height
+        ledger = self.ledger.after(counted, self._adaptation)
+        self._unseal()
+        self._ledgers[then].copy_(_to_tensor(ledger.to_bytes()))
+        write = partial(self._step, now, height, self._lr)
+        seal = partial(self._seal_step, then, height + 1, bytes.fromhex(self.lineage))
+        self._staging = Staging(self.numel, write, seal)
+        return self._staging
+
+    def stage(self, mean: Tensor, counted: Sequence[Counted] = ()) -> str:
+        """All of :meth:`begin_staging` by a mean that is there.
 
         Returns:
-            The SHA-256 (hex) of the staged anchor, optimizer state and ledger, which members compare before they commit.
+            The digest of the staged anchor, optimizer state and ledger (hex), which members compare before they commit.
         """
-        now, then, lr = self._now, 1 - self._now, self._lr
-        if self.mean is not None:
-            self.mean.copy_(mean)
-        for start in range(0, self.numel, BLOCK):
-            piece = slice(start, min(start + BLOCK, self.numel))
-            self._optimizer.step(
-                self._anchors[now][piece],
-                mean[piece],
-                {name: tensor[piece] for name, tensor in self._states[now].items()},
-                self.height,
-                lr,
-                self._anchors[then][piece],
-                {name: tensor[piece] for name, tensor in self._states[then].items()},
-            )
-        self._ledgers[then].copy_(_to_tensor(self.ledger.after(counted, self._adaptation).to_bytes()))
-        return self._seal(then, height=self.height + 1, parent=bytes.fromhex(self.lineage))
+        staging = self.begin_staging(counted)
+        for chunk in range(num_chunks(self.numel)):
+            staging.apply(chunk, mean[chunk_slice(self.numel, chunk)])
+        return staging.seal()
 
     def look_ahead(self, pseudo_gradient: Tensor, out: Tensor) -> None:
         """Write into ``out`` what the anchor would be after a step by ``pseudo_gradient``; nothing else changes."""
         lr = self._lr
-        for start in range(0, self.numel, BLOCK):
-            piece = slice(start, min(start + BLOCK, self.numel))
+        for piece in blocks(self.numel):
             state = {name: tensor[piece] for name, tensor in self.optimizer_state.items()}
             scratch = {name: torch.empty_like(tensor) for name, tensor in state.items()}
             self._optimizer.step(self.anchor[piece], pseudo_gradient[piece], state, self.height, lr, out[piece], scratch)
@@ -251,11 +256,12 @@ class FragmentState:
         return self._tensors(self._now)
 
     def seal_received(self, height: int, lineage: str, ledger: Ledger) -> str:
-        """Finish a state written into :meth:`staged_tensors`; returns its SHA-256 (hex) for the caller to check."""
+        """Finish a state written into :meth:`staged_tensors`; returns its digest (hex) for the caller to check."""
+        self._unseal()
         return self._seal_as(1 - self._now, height, lineage, ledger)
 
     def resume(self, height: int, lineage: str, ledger: Ledger, offered: int) -> str:
-        """Make what was written into :attr:`anchor` and :attr:`optimizer_state` the agreed state; returns its SHA-256 (hex)."""
+        """Make what was written into :attr:`anchor` and :attr:`optimizer_state` the agreed state; returns its digest (hex)."""
         self._offered.fill_(offered)
         return self._seal_as(self._now, height, lineage, ledger)
 
@@ -275,8 +281,9 @@ class FragmentState:
         """
         if not self._staged:
             raise RuntimeError(f"fragment {self.index}: nothing was staged at height {self.height}, so nothing can be committed")
-        self._active.bitwise_xor_(1 | (self._settle_residual(slot) << 1))  # one store: nobody sees half of it
-        self._staged = False
+        settled = self._settle_residual(slot)
+        self._end_staging()
+        self._active.bitwise_xor_(1 | (settled << 1))  # one store: nobody sees half of it
 
     def _settle_residual(self, slot: int) -> bool:
         """Whether the next residual takes the place of this one."""
@@ -290,25 +297,45 @@ class FragmentState:
     def _tensors(self, copy: int) -> list[Tensor]:
         return [self._anchors[copy], *self._states[copy].values()]
 
-    def _seal(self, copy: int, height: int, parent: bytes) -> str:
-        digest = self._hash(copy)
-        self._digests[copy].copy_(_to_tensor(digest.digest()))
-        self._lineages[copy].copy_(_to_tensor(hashlib.sha256(parent + digest.digest()).digest()))
-        self._heights[copy] = height
-        self._staged = copy != self._now
-        return digest.hexdigest()
+    def _step(self, now: int, height: int, lr: float, piece: slice, mean: Tensor) -> bytes:
+        """Stage some elements, by their mean; returns their digest."""
+        then = 1 - now
+        if self.mean is not None:
+            self.mean[piece] = mean
+        state, out_state = ({name: tensor[piece] for name, tensor in self._states[copy].items()} for copy in (now, then))
+        self._optimizer.step(self._anchors[now][piece], mean, state, height, lr, self._anchors[then][piece], out_state)
+        return chunk_digest(self._tensors(then), piece)
+
+    def _unseal(self) -> None:
+        """What is beside the agreed state is being written over, and is nobody's until it is sealed."""
+        self._end_staging()
+        for tensor in (self._digests[1 - self._now], self._lineages[1 - self._now]):
+            tensor.zero_()
+
+    def _end_staging(self) -> None:
+        """The step that was begun last writes no more, and what was staged can't be committed (again)."""
+        if self._staging:
+            self._staging.void = True
+        self._staging, self._staged = None, False
+
+    def _seal_step(self, copy: int, height: int, parent: bytes, chunks: Sequence[bytes]) -> str:
+        digest = self._hash(copy, chunks)
+        return self._seal(copy, height, digest, lineage=hashlib.sha256(parent + digest).digest())
 
     def _seal_as(self, copy: int, height: int, lineage: str, ledger: Ledger) -> str:
         self._ledgers[copy].copy_(_to_tensor(ledger.to_bytes()))
-        digest = self._seal(copy, height, parent=b"")
-        self._lineages[copy].copy_(_to_tensor(bytes.fromhex(lineage)))
-        return digest
+        digest = self._hash(copy, chunk_digests(self._tensors(copy)))
+        return self._seal(copy, height, digest, bytes.fromhex(lineage))
 
-    def _hash(self, copy: int) -> "hashlib._Hash":
-        digest = hashlib.sha256()
-        for tensor in (*self._tensors(copy), self._ledgers[copy]):
-            digest.update(memoryview(tensor.view(torch.uint8).numpy()))
-        return digest
+    def _seal(self, copy: int, height: int, digest: bytes, lineage: bytes) -> str:
+        self._digests[copy].copy_(_to_tensor(digest))
+        self._lineages[copy].copy_(_to_tensor(lineage))
+        self._heights[copy] = height
+        self._staged = copy != self._now
+        return digest.hex()
+
+    def _hash(self, copy: int, chunks: Sequence[bytes]) -> bytes:
+        return state_digest(chunks, bytes(self._ledgers[copy].tolist()))
 
 
 class OuterState:

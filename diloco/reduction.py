@@ -10,11 +10,12 @@ from typing import Protocol, Sequence
 import torch
 from torch import Tensor
 
+from diloco.pseudo_gradient import blocks
+
 #: Elements in a chunk: 1 MiB in fp32, large enough that a message per chunk costs nothing on the wire.
 CHUNK = 1 << 18
 
 _BOUNDLESS = 1e300
-_BLOCK = 1 << 14  # elements that are widened at once: few enough to stay in cache
 
 
 class Codec(Protocol):
@@ -107,11 +108,11 @@ class Seen:
 
     def add(self, contributions: Sequence[Tensor], mean: Tensor) -> None:
         """Take in one chunk."""
-        for start in range(0, mean.numel(), _BLOCK):
-            wide_mean = mean[start : start + _BLOCK].double()
+        for piece in blocks(mean.numel()):
+            wide_mean = mean[piece].double()
             self.mean_square = _bounded(self.mean_square + float(wide_mean @ wide_mean))
             for index, values in enumerate(contributions):
-                wide = values[start : start + _BLOCK].double()
+                wide = values[piece].double()
                 self.squares[index] = _bounded(self.squares[index] + float(wide @ wide))
                 self.alongs[index] = _bounded(self.alongs[index] + float(wide @ wide_mean))
 
@@ -132,14 +133,18 @@ def reduce_chunk(
         seen: told what went into it; what is not finite is seen as boundless, so that it is found out by all alike.
     """
     contributions = [_decoded(codec, values, numel, dtype) for values in encoded]
+    mean = weighted_mean(contributions, weights)
+    if all_finite(mean):  # then so is all that went in: no weight makes a number of a NaN or an infinity
+        if seen:
+            seen.add(contributions, mean)
+        return mean
     sound = [values if all_finite(values) else torch.zeros_like(values) for values in contributions]
     mean = weighted_mean(sound, weights)
-    if seen is None:
-        return mean
-    seen.add(sound, mean)
-    for index, values in enumerate(contributions):
-        if values is not sound[index]:
-            seen.squares[index] = _BOUNDLESS
+    if seen:
+        seen.add(sound, mean)
+        for index, values in enumerate(contributions):
+            if values is not sound[index]:
+                seen.squares[index] = _BOUNDLESS
     return mean
 
 

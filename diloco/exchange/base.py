@@ -67,9 +67,9 @@ class RoundOutcome:
         height: rounds of this fragment committed so far, this one included.
         members: slots that took part, in the order in which they were added up; ``weights`` beside them (tokens, capped).
         reason: why it was skipped or left out; empty when committed.
-        digest: SHA-256 (hex) of the agreed anchor and outer-optimizer state after the round.
+        digest: of the agreed anchor, outer-optimizer state and ledger after the round (hex).
         pseudo_gradient_norm: L2 norm of this island's own contribution.
-        cosine: between this island's contribution and the mean.
+        cosine: between this island's contribution as others decode it and the mean of all; 0 where it did not count.
         rejected: this island's parameters are not to be built upon, but to be replaced by the anchor: it was left out for what
             it contributed, or because its own state was damaged; or, where its contribution counted, the anchor has moved
             by more than that one round, and the parameters lack the rest.
@@ -81,7 +81,7 @@ class RoundOutcome:
         recovering_seconds: in which state was taken over from another island.
         encoded_bytes: of this island's own contribution.
         encode_seconds, decode_seconds, step_seconds: of the exchange's computing: the own contribution; all that came, up to the
-            mean; the outer optimizer, with the digest.
+            mean; the outer optimizer, with the digest. Most of it while bytes are on the wire.
         seat: a new one, where this island lost the one that it had; its work until now can't count any more.
     """
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from diloco.config import ExchangeSection, RunConfig
+from diloco.contributions import Measured
 from diloco.encoding import Encoded, encode_contribution
 from diloco.from_config import make_wire
 from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat, Work
 from diloco.ledger import Counted
 from diloco.outer_state import FragmentState, OuterState
-from diloco.pseudo_gradient import agreeable, cosine
-from diloco.reduction import Wire, chunk_slice, num_chunks, reduce_chunk, sends_whole, through
+from diloco.pseudo_gradient import agreeable
+from diloco.reduction import Seen, Wire, chunk_slice, num_chunks, reduce_chunk, sends_whole, through
 
 _NOT_FINITE = "own pseudo-gradient is not finite"
 
@@ -36,6 +37,7 @@ class _Round:
     decided: bool = False
     counted: tuple[Counted, ...] = ()
     mean: Tensor | None = None
+    cosines: dict[int, float] = field(default_factory=dict)  # of each slot that counts, with the mean
     decode_seconds: float = 0.0
     reason: str = ""
 
@@ -153,7 +155,7 @@ class InMemoryExchange:
         reason = self._wait_for_decision(meeting, state) or meeting.reason
         similarity, digest, stepping = 0.0, "", time.monotonic()
         if not reason:
-            similarity = cosine(state.local, meeting.mean) if own.finite else 0.0
+            similarity = meeting.cosines.get(self._slot, 0.0)
             digest = state.stage(meeting.mean, meeting.counted)
             state.commit(self._slot)
         ledger = state.ledger
@@ -213,14 +215,19 @@ class InMemoryExchange:
             meeting.counted = tuple(meeting.offers[slot][1] for slot in members)
             weights = [float(one.tokens) for one in meeting.counted]
             wire, meeting.mean = self._wire.choose(state.codec), state.local.new_empty(state.numel)
+            seen = Seen(len(members))
             for piece, chunk in zip(_chunks(state.numel), zip(*encoded, strict=True), strict=True):
-                meeting.mean[piece] = _reduce(wire, chunk, weights, piece.stop - piece.start, state.dtype)
+                meeting.mean[piece] = _reduce(wire, chunk, weights, piece.stop - piece.start, state.dtype, seen)
+            pairs = zip(members, seen.squares, seen.alongs, strict=True)
+            meeting.cosines = {slot: Measured(square, along).cosine(seen.mean_square) for slot, square, along in pairs}
             meeting.decode_seconds = time.monotonic() - started
 
 
-def _reduce(wire: Wire, chunk: Sequence[Tensor], weights: list[float], numel: int, dtype: torch.dtype) -> Tensor:
+def _reduce(
+    wire: Wire, chunk: Sequence[Tensor], weights: list[float], numel: int, dtype: torch.dtype, seen: Seen
+) -> Tensor:
     """The mean as all apply it: as it is, or as a reducer would have sent it on."""
-    mean = reduce_chunk(wire.contribution, chunk, weights, numel, dtype)
+    mean = reduce_chunk(wire.contribution, chunk, weights, numel, dtype, seen)
     return mean if sends_whole(wire, len(weights)) else through(wire.mean, mean)
 
 

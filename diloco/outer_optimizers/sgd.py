@@ -40,7 +40,7 @@ class Sgd:
             momentum = out_state["momentum"]
             torch.mul(state["momentum"], self.momentum, out=momentum)
             momentum.add_(pseudo_gradient)
-            direction = momentum * self.momentum + pseudo_gradient if self.nesterov else momentum
+            direction = (momentum * self.momentum).add_(pseudo_gradient) if self.nesterov else momentum
         torch.sub(anchor, direction * lr, out=out_anchor)
 
 

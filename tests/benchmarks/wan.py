@@ -11,7 +11,9 @@ have the same H:
 
 ``utilization`` is 1 - stall / seconds after the first step, of the mean of both islands; a wait that had not ended when the run
 was stopped is a stall. ``round_seconds`` is from launch to outcome; ``megabytes`` what an island put on the link for each inner
-step x H; ``line`` the share of the link's bytes that this used. With ``--quality`` (and in the whole grid) all three also train the
+step x H; ``line`` the share of the link's bytes that this used; ``line_seconds`` how long the bytes that an island sends in a
+round take at the link's rate, which is full both ways, and ``transfer_share`` (of blocking_fp32, else null) that over the mean of the
+rounds' ``transfer_seconds``: 1 where nothing but the link limits them. With ``--quality`` (and in the whole grid) all three also train the
 same steps over loopback without any pause, and ``eval_loss`` is compared.
 
     python tests/benchmarks/wan.py [--quick] [--quality] [--rate 100mbit] [--rtt 50] [--loss 0.001] [--seconds 30]
@@ -116,6 +118,8 @@ def measure(method: str, rate: str, rtt: float, loss: float, seconds: float) -> 
         islands = [figures(island, until, load.step_seconds) for island in cluster.islands]
     merged = {key: fmean(each[key] for each in islands) for key in islands[0]}
     rounds = merged["steps"] / H
+    line_seconds = 8 * merged["round_bytes"] / bits_per_second(rate) if merged["rounds"] else None
+    share = line_seconds / merged["transfer_seconds"] if line_seconds and method == "blocking_fp32" else None
     return {
         "rate": rate,
         "rtt_ms": rtt,
@@ -126,6 +130,8 @@ def measure(method: str, rate: str, rtt: float, loss: float, seconds: float) -> 
         "rounds": merged["rounds"],
         "megabytes": round(sent / 1e6 / max(rounds, 1e-9), 2),
         "line": round(8 * sent / passed / bits_per_second(rate), 3),
+        "line_seconds": line_seconds and round(line_seconds, 3),
+        "transfer_share": share and round(share, 3),
     }
 
 
@@ -140,6 +146,8 @@ def figures(island: IslandProcess, until: float, step_seconds: float) -> dict[st
     return {
         "utilization": 1 - stalled / (until - steps[0]["time"]),
         "round_seconds": fmean(waiting),
+        "round_bytes": fmean([row["bytes_sent"] for row in rounds] or [0]),
+        "transfer_seconds": fmean([row["transfer_seconds"] for row in rounds] or [0]),
         "rounds": len(rounds),
         "steps": len(steps) - 1,
     }

@@ -303,13 +303,15 @@ def test_a_state_that_was_taken_over_is_not_committed_once_it_is_written_over() 
     """The one that had it is silent for a while, an attempt with the others stages its result there, and fails."""
 
     async def run() -> None:
-        for written_over in (False, True):
+        for written_over in ("", "all of it", "some of it"):
             state = a_state()
             current = a_round(state)
             tip = taken_over(current, state)
-            if written_over:
+            if written_over == "all of it":
                 state.fragments[0].stage(torch.full((4,), 2.0))
-            assert isinstance(await current._overtaken.take_over(tip), str) == written_over
+            elif written_over:
+                state.fragments[0].begin_staging()
+            assert isinstance(await current._overtaken.take_over(tip), str) == bool(written_over)
 
     asyncio.run(run())
 

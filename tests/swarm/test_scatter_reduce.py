@@ -4,6 +4,7 @@ import asyncio
 import random
 import socket
 import struct
+import threading
 from dataclasses import dataclass, field
 from typing import Awaitable, Callable
 
@@ -112,7 +113,9 @@ def run_members(wire: Wire, values: list[Tensor], weights: list[float], lanes: i
                     wire, encoded, numel, torch.float32, weights, own, Traffic(), lambda at: lanes, opener(own)
                 )
             )
-        result.means += await asyncio.gather(*(member.run() for member in result.members))
+        applied: list[dict[int, Tensor]] = [{} for _ in values]
+        await asyncio.gather(*(member.run(mine.__setitem__) for member, mine in zip(result.members, applied)))
+        result.means += [torch.cat([mine[chunk] for chunk in range(num_chunks(numel))]) for mine in applied]
         await asyncio.gather(*serving)
 
     asyncio.run(run())
@@ -151,6 +154,45 @@ def test_lanes_change_no_bit(members: int, numel: int, wire: Wire, lanes: int) -
         assert torch.equal(mean, expected)
     most = num_chunks(numel) if sends_whole(wire, members) else -(-num_chunks(numel) // members)
     assert run.used and max(run.used) <= min(lanes, most), "no lane without a chunk"
+
+
+@pytest.mark.parametrize(("works", "members"), [("reduce", 2), ("apply", 2), ("apply", 3)])
+def test_no_thread_goes_on_after_the_end(works: str, members: int) -> None:
+    """An attempt that failed writes nothing into what the next one stages."""
+    began, finish, ended = threading.Event(), threading.Event(), []
+
+    def slow(*_: object) -> None:
+        began.set()
+        finish.wait(10)
+        ended.append(works)
+
+    class Slow(NoCodec):
+        def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+            """See :class:`diloco.reduction.Codec`."""
+            slow()
+            return super().decode(encoded, numel, dtype)
+
+    async def run() -> None:
+        wire = Wire(Slow(), NoCodec()) if works == "reduce" else EXACT
+        weights, mine = [1.0] * members, torch.ones(5)
+        reduce = ScatterReduce(wire, [mine.view(torch.uint8)], 5, torch.float32, weights, 0, Traffic(), lambda at: 1, never)
+        for position in range(1, members):
+            reduce._put(0, position, mine.view(torch.uint8))
+        running = asyncio.ensure_future(reduce.run(lambda chunk, mean: slow() if works == "apply" else None))
+        await asyncio.to_thread(began.wait, 10)
+        running.cancel()
+        done, _ = await asyncio.wait({running}, timeout=0.05)
+        assert not done and not ended
+        finish.set()
+        await asyncio.wait({running})
+        assert ended and running.cancelled()
+
+    asyncio.run(run())
+
+
+async def never(*_: int) -> Pipe:
+    """A stream that is not opened."""
+    await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize("wire", [EXACT, WHOLE, SHARES])

@@ -47,6 +47,11 @@ def test_bytes_larger_than_claimed_are_found() -> None:
     assert understated([1.0, 2.0], [Measured(1.2, 0.0), Measured(100.0, 0.0)]) == 1
 
 
+def test_the_cosine_with_the_mean() -> None:
+    assert Measured(square=4.0, along=-3.0).cosine(mean_square=9.0) == -0.5
+    assert Measured(0.0, 0.0).cosine(9.0) == Measured(4.0, 0.0).cosine(0.0) == 0.0
+
+
 def test_unrelated_directions_are_no_reason() -> None:
     zero = [Measured(1.0, 1 / 3)] * 3  # three orthogonal ones of norm 1: each has 1/3 along the mean
     assert most_opposite([1.0] * 3, zero, 1 / 3, numel=10**6) is None

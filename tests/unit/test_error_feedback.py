@@ -8,6 +8,7 @@ from torch import Tensor
 
 from diloco.codecs import build_wire
 from diloco.codecs.int4 import Config as Int4
+from diloco.codecs.none import Config as NoCodec
 from diloco.codecs.topk import Config as TopK
 from diloco.config import CodecSection
 from diloco.encoding import encode_contribution
@@ -61,6 +62,17 @@ def test_a_sum_that_is_not_finite_is_not_sent(codec: CodecSection) -> None:
     state.local.fill_(-3e38)
     encoded = encode_contribution(state, wire.contribution, 8)
     assert not encoded.finite and encoded.norm == float("inf")
+
+
+@pytest.mark.parametrize("error_feedback", [False, True])
+@pytest.mark.parametrize("codec", [*CODECS, NoCodec()], ids=[*NAMES, "none"])
+def test_the_norm_of_what_is_sent_is_that_of_what_others_decode(codec: CodecSection, error_feedback: bool) -> None:
+    wire, state = build_wire(codec), make_state(error_feedback)
+    if state.residual is not None:
+        state.residual.copy_(draw(7))
+    state.local.copy_(draw(3))
+    encoded = encode_contribution(state, wire.contribution, 8)
+    assert encoded.sent_norm == pytest.approx(float(decoded(wire, encoded.chunks).double().norm()), rel=1e-12)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=NAMES)

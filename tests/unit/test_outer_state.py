@@ -1,6 +1,7 @@
 """Anchor and outer-optimizer state: the outer step, what is visible when, and memory that processes share."""
 
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Callable, Iterator
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.ledger import Counted
+from diloco.outer_optimizers.adam import Adam, Config as AdamConfig
+from diloco.outer_optimizers.base import OuterOptimizer
+from diloco.outer_optimizers.delayed_nesterov import Config as DelayedConfig, DelayedNesterov
 from diloco.outer_optimizers.sgd import Config, Sgd
 from diloco.outer_state import FragmentState, Layout, OuterState
-from diloco.pseudo_gradient import BLOCK
+from diloco.reduction import CHUNK, chunk_slice, num_chunks
 from diloco.shared_memory import SharedMemory
 
 
@@ -63,7 +68,7 @@ def plain_step(anchor: np.ndarray, momentum: np.ndarray, mean: np.ndarray) -> tu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("numel", [1, 1000, BLOCK, BLOCK + 17])
+@pytest.mark.parametrize("numel", [1, 1000, CHUNK, CHUNK + 17])
 def test_the_step_is_the_plain_formula_to_the_bit(dtype: torch.dtype, numel: int) -> None:
     """torch.optim.SGD itself fuses a product with a sum where the machine can; other machines then round twice."""
     state = state_of(numel, dtype)
@@ -115,6 +120,66 @@ def test_what_is_staged_is_invisible_until_it_is_committed() -> None:
     state.commit(slot=0)
     assert state.digest == digest and state.height == 2 and not torch.equal(state.anchor, old_anchor)
     assert torch.equal(state.previous_anchor, old_anchor)
+
+
+def chunks_of(values: Tensor) -> list[Tensor]:
+    return [values[chunk_slice(values.numel(), chunk)] for chunk in range(num_chunks(values.numel()))]
+
+
+@pytest.mark.parametrize("optimizer", [Sgd(Config()), Adam(AdamConfig()), DelayedNesterov(DelayedConfig())])
+def test_chunks_are_staged_in_any_order_by_any_thread(optimizer: OuterOptimizer) -> None:
+    """The same state and digest as all of it at once."""
+    whole, pieces = (OuterState(Layout([3 * CHUNK + 17], optimizer, keeps_mean=True)).fragments[0] for _ in range(2))
+    for round_number in range(2):
+        mean = random(whole.numel, round_number)
+        counted = [Counted(1, 10, 20 * round_number, 5, 2.0)]
+        staging, chunks = pieces.begin_staging(counted), list(enumerate(chunks_of(mean)))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda each: staging.apply(*each), reversed(chunks)))
+        assert staging.seal() == whole.stage(mean, counted) and torch.equal(pieces.mean, mean)
+        for state in (whole, pieces):
+            state.commit(slot=0)
+            assert state.is_intact()
+        assert visible(pieces) == visible(whole)
+
+
+def test_half_of_a_step_is_nothing() -> None:
+    state = state_of(2 * CHUNK)
+    first, second = (chunks_of(random(state.numel, seed)) for seed in range(2))
+    expected = state.stage(torch.cat(second))
+    before, failed = visible(state), state.begin_staging()
+    failed.apply(0, first[0])
+    with pytest.raises(RuntimeError, match="1 chunks are not staged, the first of them 1"):
+        failed.seal()
+    assert visible(state) == before and state.staged.digest == state.staged.lineage == "00" * 32, "what was there is written over"
+    with pytest.raises(RuntimeError, match="nothing can be committed"):
+        state.commit(slot=0)
+    staging = state.begin_staging()
+    staging.apply(1, second[1])
+    with pytest.raises(RuntimeError, match="1 chunks are not staged, the first of them 0"):
+        staging.seal()  # the chunk that the failed one has staged is not this one's
+    staging.apply(0, second[0])
+    assert staging.seal() == expected
+
+
+@pytest.mark.parametrize("over", ["another", "received", "committed"])
+def test_a_step_that_is_over_writes_no_more(over: str) -> None:
+    state = state_of()
+    staging = state.begin_staging()
+    staging.apply(0, random(1000, 0))
+    match over:
+        case "another":
+            state.begin_staging()
+        case "received":
+            state.seal_received(7, "ab" * 32, state.ledger)
+        case "committed":
+            staging.seal()
+            state.commit(slot=0)
+    with pytest.raises(RuntimeError, match="over"):
+        staging.apply(0, random(1000, 1))
+    with pytest.raises(RuntimeError, match="over"):
+        staging.seal()
+    assert state.is_intact()
 
 
 def test_the_mean_is_left_as_it_is() -> None:

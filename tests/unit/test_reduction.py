@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diloco.codecs import none
-from diloco.pseudo_gradient import BLOCK, cosine, pseudo_gradient
+from diloco.pseudo_gradient import BLOCK, pseudo_gradient
 from diloco.reduction import CHUNK, Seen, chunk_slice, num_chunks, reduce_chunk, reducer_chunks, weighted_mean
 
 NUMELS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 37, 10 * CHUNK]
@@ -153,6 +153,15 @@ def test_what_can_not_be_decoded_counts_as_zero_and_is_found_out() -> None:
     assert seen.squares[1] > 1e299 and seen.squares[0] == pytest.approx(float(sound.double() @ sound.double()))
 
 
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("weight", [0.0, 1e-300, 3.0])
+def test_what_is_not_finite_counts_as_zero_whatever_its_weight(weight: float, poison: float) -> None:
+    codec, sound, seen = none.NoCodec(), draw(10, 0), Seen(2)
+    encoded = [codec.encode(sound), codec.encode(draw(10, 1).index_fill(0, torch.tensor([7]), poison))]
+    reduced = reduce_chunk(codec, encoded, [1.0, weight], 10, torch.float32, seen)
+    assert torch.equal(reduced, weighted_mean([sound, torch.zeros(10)], [1.0, weight])) and seen.squares[1] > 1e299
+
+
 # The pseudo-gradient.
 
 
@@ -186,11 +195,3 @@ def test_the_largest_fp32_values_are_finite() -> None:
     largest = torch.full((BLOCK,), torch.finfo(torch.float32).max)
     assert pseudo_gradient(largest, torch.zeros(BLOCK), torch.empty(BLOCK)).finite
     assert not pseudo_gradient(largest, -largest, torch.empty(BLOCK)).finite  # their difference is not
-
-
-def test_cosine() -> None:
-    a, b = draw(BLOCK + 17, 0), draw(BLOCK + 17, 1)
-    x, y = a.double(), b.double()
-    assert cosine(a, b) == pytest.approx(float(x @ y / x.norm() / y.norm()))
-    assert cosine(a, 3 * a) == pytest.approx(1.0) and cosine(a, -a) == pytest.approx(-1.0)
-    assert cosine(a, torch.zeros_like(a)) == cosine(torch.zeros_like(a), a) == 0.0

@@ -1,5 +1,6 @@
 """What this island brings to a round: its pseudo-gradient, encoded once, and what it says of it."""
 
+import threading
 import time
 
 from torch import Tensor
@@ -7,10 +8,10 @@ from torch import Tensor
 from diloco.encoding import Encoded, encode_contribution
 from diloco.exchange.base import Work
 from diloco.exchange.hivemind.messages import Claim, Entry
-from diloco.ledger import Counted
 from diloco.outer_state import FragmentState
-from diloco.pseudo_gradient import agreeable, cosine
+from diloco.pseudo_gradient import agreeable
 from diloco.reduction import Codec
+from diloco.staging import Staging
 
 
 class Contribution:
@@ -21,14 +22,14 @@ class Contribution:
 
     Attributes:
         own: the same bytes for every attempt, and for the round after one that went on without them; empty until prepared.
-        cosine: between it and the mean that was staged last.
-        encode_seconds, step_seconds: of computing; the second of all that was staged.
+        encode_seconds, step_seconds: of computing; the second of all that was staged, summed over threads.
     """
 
     def __init__(self, state: FragmentState, codec: Codec, decay: float, work: Work) -> None:
-        self.work, self.own, self.cosine = work, Encoded(0.0), 0.0
+        self.work, self.own = work, Encoded(0.0)
         self.encode_seconds = self.step_seconds = 0.0
         self._state, self._codec, self._decay = state, codec, decay
+        self._tallying = threading.Lock()
 
     def prepare(self) -> None:
         """Make the pseudo-gradient of the island's parameters, in place, and encode it."""
@@ -36,13 +37,12 @@ class Contribution:
         self.own = encode_contribution(self._state, self._codec, self.work.position, self._decay, self.work.resumed)
         self.encode_seconds = time.monotonic() - started
 
-    def stage(self, mean: Tensor, counted: list[Counted]) -> bytes:
-        """Step the outer optimizer by the mean of all, beside the agreed state; returns the digest to vote for."""
+    def apply(self, staging: Staging, chunk: int, mean: Tensor) -> None:
+        """Step the outer optimizer by the mean of all, beside the agreed state. Several chunks at once are welcome."""
         started = time.monotonic()
-        self.cosine = cosine(self._state.local, mean)
-        digest = bytes.fromhex(self._state.stage(mean, counted))
-        self.step_seconds += time.monotonic() - started
-        return digest
+        staging.apply(chunk, mean)
+        with self._tallying:
+            self.step_seconds += time.monotonic() - started
 
     def claim(self, own: Entry) -> Claim:
         """What the others are told about it. The norm is that of what they receive, so that they can compare the two."""

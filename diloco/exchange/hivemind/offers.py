@@ -87,17 +87,22 @@ def judge(proposal: Proposal, numel: int, ballots: Mapping[int, Ballot]) -> Excl
     claims = proposal.claims
     if any(len(ballot.evidence) != len(claims) for ballot in ballots.values()):
         return None
-    measured = [Measured(0.0, 0.0)] * len(claims)
-    mean_square = 0.0
-    for slot in sorted(ballots):
-        mean_square += ballots[slot].mean_square
-        pairs = zip(measured, ballots[slot].evidence, strict=True)
-        measured = [Measured(sum_.square + seen.square, sum_.along + seen.along) for sum_, seen in pairs]
+    measured, mean_square = add_up(ballots, len(claims))
     position = understated([claim.norm for claim in claims], measured)
     if position is not None:
         return Excluded(claim=claims[position], rule="claim")
     position = most_opposite(proposal.weights, measured, mean_square, numel)
     return None if position is None else Excluded(claim=claims[position], rule="opposite")
+
+
+def add_up(ballots: Mapping[int, Ballot], num_members: int) -> tuple[list[Measured], float]:
+    """Of each member what the reducers together have seen, each in its share; and the square of the mean."""
+    measured, mean_square = [Measured(0.0, 0.0)] * num_members, 0.0
+    for slot in sorted(ballots):
+        mean_square += ballots[slot].mean_square
+        pairs = zip(measured, ballots[slot].evidence, strict=True)
+        measured = [Measured(sum_.square + seen.square, sum_.along + seen.along) for sum_, seen in pairs]
+    return measured, mean_square
 
 
 def odd_ones(proposal: Proposal, ballots: Mapping[int, Ballot]) -> list[Excluded]:

@@ -244,7 +244,7 @@ class Round:
         return None
 
     async def _transfer_and_vote(self, attempt: Attempt) -> None:
-        """Up to where nothing but the swap is missing. What runs in a thread is waited for, never abandoned."""
+        """Up to where nothing but the swap is missing. The mean is staged chunk by chunk, while others are on the wire."""
         overdue = asyncio.get_running_loop().call_later(
             max(0.0, self._deadline - time.monotonic()),
             attempt.fail,
@@ -252,9 +252,9 @@ class Round:
         )
         transfer = attempt.transfer
         try:
-            mean = await attempt.unless_failed(transfer.run())
-            counted = offers.counted(attempt.proposal.claims)
-            digest = await asyncio.to_thread(self._contribution.stage, mean, counted)
+            staging = self._state.begin_staging(offers.counted(attempt.proposal.claims))
+            await attempt.unless_failed(transfer.run(partial(self._contribution.apply, staging)))
+            digest = bytes.fromhex(staging.seal())
             mean_square, evidence = transfer.evidence()
             ballot = Ballot(slot=attempt.slot, digest=digest, mean_square=mean_square, evidence=evidence)
             await attempt.unless_failed(voting.cast_vote(self._around, attempt, ballot))
@@ -271,8 +271,10 @@ class Round:
         standing.tell_excluded([each for each in proposal.excluded if each.claim.slot not in standing.convicted])
         excluded = tuple(LeftOut(slot=each.claim.slot, rule=each.rule) for each in proposal.excluded)
         last = LastRound(attempt.members, proposal.weights, excluded)
+        measured, mean_square = offers.add_up(attempt.ballots, len(attempt.members))
+        cosine = measured[attempt.position(attempt.slot)].cosine(mean_square)
         rolled_over = self._ending.left_out is not None  # the anchor moved by more than the round that was launched for
-        return self._ending.swap("committed", last, cosine=self._contribution.cosine, rejected=rolled_over)
+        return self._ending.swap("committed", last, cosine=cosine, rejected=rolled_over)
 
     async def _catch_up(self, tip: Tip) -> RoundOutcome | None:
         taken = await self._overtaken.take_over(tip)

@@ -5,7 +5,7 @@ the chunks and sends the encoded mean on; that is encoded once, and everyone (th
 
 Between two members chunks go over several streams side by side, its lanes: each takes the next chunk when it has room, so
 that a slow one holds up no other. That changes when bytes come, and nothing else: a chunk is reduced when all have come, in
-the order of the members.
+the order of the members, and applied at once, while others are on the wire.
 
 Nothing in here limits time. A member that sends no more, or little by little, is ended with the attempt: by its silence
 after ``exchange.peer_timeout``, by the round's deadline after ``exchange.round_deadline``.
@@ -13,7 +13,7 @@ after ``exchange.peer_timeout``, by the round's deadline after ``exchange.round_
 
 import asyncio
 import time
-from typing import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Awaitable, Callable, Coroutine, Iterator, Sequence, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ from torch import Tensor
 from diloco.exchange.hivemind.messages import BadMessage, Evidence
 from diloco.exchange.hivemind.stream import Stream, Traffic
 from diloco.reduction import Seen, Wire, all_finite, chunk_slice, num_chunks, reduce_chunk, reducer_chunks, sends_whole
+
+T = TypeVar("T")
+Apply = Callable[[int, Tensor], None]  # a chunk's number, and its mean
+
+_AT_ONCE = 4  # chunks that a thread reduces before it looks again: few enough that what it makes stays in cache
 
 
 class NotFinite(ValueError):
@@ -38,7 +43,7 @@ class ScatterReduce:
         open_stream: a stream to the member at a position, number so much of so many lanes.
 
     Attributes:
-        decode_seconds: of computing, from what came to the mean.
+        decode_seconds: of computing, from what came to the mean, without applying that.
     """
 
     def __init__(
@@ -59,7 +64,6 @@ class ScatterReduce:
         self._whole = sends_whole(wire, len(weights))
         self._share = reducer_chunks(numel, len(weights), position)
         self._own = self._chunks_of(position)
-        self._mean = torch.empty(numel, dtype=dtype)
         self._inbox: dict[int, list[Tensor | None]] = {chunk: [None] * len(weights) for chunk in self._own}
         self._full: asyncio.Queue[int] = asyncio.Queue()
         self._seen = Seen(len(weights))
@@ -68,18 +72,21 @@ class ScatterReduce:
         self._reduced: dict[int, asyncio.Future[Tensor]] = {chunk: loop.create_future() for chunk in self._own}
         self.decode_seconds = 0.0
 
-    async def run(self) -> Tensor:
-        """Send, reduce, receive; returns the whole mean, decoded.
+    async def run(self, apply: Apply) -> None:
+        """Send, reduce, receive. When it ends, even cancelled, no thread of it goes on.
+
+        Args:
+            apply: takes each chunk's mean, decoded and finite, once and in any order; for threads, several at a time.
 
         Raises:
-            NotFinite: it holds NaN or infinity.
+            NotFinite: a mean holds NaN or infinity.
             BadMessage, EOFError, OSError: a member broke off or sent what it may not.
         """
         for chunk in self._own:
             self._put(chunk, self._position, self._encoded[chunk])
         partners = [at for at in range(len(self._weights)) if at != self._position and self._chunks_of(at)]
-        await all_or_none([self._reduce_own(), *(trade for at in partners for trade in self._trades_with(at))])
-        return self._mean
+        trades = [trade for at in partners for trade in self._trades_with(at, apply)]
+        await all_or_none([self._reduce_own(apply), *trades])
 
     def evidence(self) -> tuple[float, tuple[Evidence, ...]]:
         """What this member saw in its share of the chunks: the mean's square, and of each member in order."""
@@ -114,13 +121,13 @@ class ScatterReduce:
         if not self._whole:
             await stream.wait_for_end()
 
-    def _trades_with(self, position: int) -> list[Coroutine[None, None, None]]:
+    def _trades_with(self, position: int, apply: Apply) -> list[Coroutine[None, None, None]]:
         chunks = self._chunks_of(position)
         lanes = min(self._num_lanes(position), len(chunks))
         shared = _Lanes(chunks, lanes)
-        return [self._trade(position, lane, lanes, shared) for lane in range(lanes)]
+        return [self._trade(position, lane, lanes, shared, apply) for lane in range(lanes)]
 
-    async def _trade(self, position: int, lane: int, lanes: int, shared: "_Lanes") -> None:
+    async def _trade(self, position: int, lane: int, lanes: int, shared: "_Lanes", apply: Apply) -> None:
         stream = await self._open_stream(position, lane, lanes)
 
         async def give() -> None:
@@ -131,8 +138,7 @@ class ScatterReduce:
         async def take() -> None:
             while (came := await stream.receive_chunk(lambda chunk: shared.awaited(chunk, self._mean_bytes))) is not None:
                 shared.came(came[0])
-                seconds = await asyncio.to_thread(self._apply, *came)
-                self.decode_seconds += seconds
+                self.decode_seconds += await in_thread(self._apply, dict([came]), apply)
             shared.end()
 
         try:
@@ -140,17 +146,18 @@ class ScatterReduce:
         finally:
             stream.close()
 
-    async def _reduce_own(self) -> None:
+    async def _reduce_own(self, apply: Apply) -> None:
         left = len(self._own)
         while left:
             ready = [await self._full.get()]
-            while not self._full.empty():
+            while not self._full.empty() and len(ready) < _AT_ONCE:
                 ready.append(self._full.get_nowait())
             inboxes = [self._inbox.pop(chunk) for chunk in ready]
-            seconds, to_send = await asyncio.to_thread(self._reduce, ready, inboxes)
+            seconds, means = await in_thread(self._reduce, ready, inboxes)
             self.decode_seconds += seconds
-            for chunk, encoded in to_send.items():
-                self._reduced[chunk].set_result(encoded)
+            for chunk, mean in means.items():
+                self._reduced[chunk].set_result(mean)
+            self.decode_seconds += await in_thread(self._apply, means, apply)  # the others have them on the wire already
             left -= len(ready)
 
     def _put(self, chunk: int, position: int, encoded: Tensor) -> None:
@@ -160,28 +167,25 @@ class ScatterReduce:
             self._full.put_nowait(chunk)
 
     def _reduce(self, chunks: list[int], inboxes: list[list[Tensor]]) -> tuple[float, dict[int, Tensor]]:
-        """Seconds that it took, and the means as they go to the others: none where all send all."""
-        started, to_send = time.monotonic(), dict[int, Tensor]()
+        """Seconds that it took, and the means: as they go to the others, or as they are where all send all."""
+        started, means = time.monotonic(), dict[int, Tensor]()
         for chunk, encoded in zip(chunks, inboxes, strict=True):
             seen = self._seen if chunk in self._share else None  # else it would count in several votes
             codec, numel = self._wire.contribution, self._chunk_numel(chunk)
-            mean = reduce_chunk(codec, encoded, self._weights, numel, self._dtype, seen)
-            self._take_over(chunk, mean)
+            mean = _finite(chunk, reduce_chunk(codec, encoded, self._weights, numel, self._dtype, seen))
+            means[chunk] = mean if self._whole else self._wire.mean.encode(mean)
+        return time.monotonic() - started, means
+
+    def _apply(self, means: dict[int, Tensor], apply: Apply) -> float:
+        """Apply means as :meth:`_reduce` returns them. Seconds that it took to decode them."""
+        seconds = 0.0
+        for chunk, mean in means.items():
             if not self._whole:
-                to_send[chunk] = self._wire.mean.encode(mean)
-                self._apply(chunk, to_send[chunk])
-        return time.monotonic() - started, to_send
-
-    def _apply(self, chunk: int, encoded: Tensor) -> float:
-        """Seconds that it took."""
-        started = time.monotonic()
-        self._take_over(chunk, self._wire.mean.decode(encoded, self._chunk_numel(chunk), self._dtype))
-        return time.monotonic() - started
-
-    def _take_over(self, chunk: int, values: Tensor) -> None:
-        if not all_finite(values):
-            raise NotFinite(f"the mean of chunk {chunk} is not finite")
-        self._mean[chunk_slice(self._numel, chunk)] = values
+                started = time.monotonic()
+                mean = _finite(chunk, self._wire.mean.decode(mean, self._chunk_numel(chunk), self._dtype))
+                seconds += time.monotonic() - started
+            apply(chunk, mean)
+        return seconds
 
     def _chunks_of(self, position: int) -> range:
         """Those that the member at a position reduces."""
@@ -196,6 +200,12 @@ class ScatterReduce:
 
     def _mean_bytes(self, chunk: int) -> int:
         return self._wire.mean.encoded_bytes(self._chunk_numel(chunk), self._dtype)
+
+
+def _finite(chunk: int, mean: Tensor) -> Tensor:
+    if not all_finite(mean):
+        raise NotFinite(f"the mean of chunk {chunk} is not finite")
+    return mean
 
 
 class _Lanes:
@@ -231,6 +241,18 @@ class _Lanes:
         self._ended += 1
         if self._ended == self._lanes and self._missing:
             raise EOFError(f"{len(self._missing)} chunks did not come, the first of them {min(self._missing)}")
+
+
+async def in_thread(work: Callable[..., T], *args: object) -> T:
+    """What ``work`` returns in a thread. It is waited for even when the caller is cancelled, so that it writes nothing after that."""
+    thread = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        await asyncio.wait({thread})
+    finally:
+        if not thread.done():
+            await asyncio.wait({thread})
+            thread.exception()  # seen; the caller has another reason to end
+    return thread.result()
 
 
 async def all_or_none(works: Sequence[Coroutine[None, None, None]]) -> None:
