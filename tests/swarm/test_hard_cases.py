@@ -410,8 +410,8 @@ def test_ranks_wait_for_their_seat_as_long_as_rank_0_takes_over_state(monkeypatc
             return Seat(3)
 
     def take(rank: int) -> Seat:
-        process = SimpleNamespace(rank=rank, world_size=2, store=store)
-        return diloco.island._take_seat(Slow() if rank == 0 else None, process, 0.5)
+        process, nobody_asked = SimpleNamespace(rank=rank, world_size=2, store=store), SimpleNamespace(raise_if_asked=lambda: None)
+        return diloco.island._take_seat(Slow() if rank == 0 else None, process, 0.5, nobody_asked)
 
     with ThreadPoolExecutor(2) as pool:
         assert [seat.slot for seat in pool.map(take, range(2))] == [3, 3]
