@@ -35,6 +35,7 @@ class Agenda:
         self._schedule, self._section, self._exchange = schedule, section, exchange
         self._pacing, self._brings_early = pacing, brings_early
         self._hurries, self._patience = hurries, patience
+        self._agreed_at: dict[int, int] = {}  # by fragment, the step of the last round that the islands agreed on
         self._timer = None if isinstance(schedule, StepSchedule) else RoundTimer(schedule, time.monotonic())
 
     def next(self, progress: Progress, log: Logbook) -> Boundary:
@@ -55,6 +56,8 @@ class Agenda:
 
     def landed(self, flight: Flight) -> None:
         """By the clock, the next round of its fragment is due when the island has trained so long since."""
+        if flight.outcome and flight.outcome.kind != "skipped":
+            self._agreed_at[flight.fragment] = flight.outcome.step
         if self._timer:
             self._timer.landed(flight.fragment, flight.launched + flight.stall_seconds)
 
@@ -66,10 +69,16 @@ class Agenda:
         everything = range(self._schedule.num_fragments)
         if self._timer is None:
             late = {index for index in everything if index not in log.flights and self._exchange.is_late(index)}
-            return {*self._schedule.launches(progress.step, self._pacing.periods), *late, *log.missed}
+            scheduled = self._schedule.launches(progress.step, self._pacing.periods)
+            return {*(index for index in scheduled if self._comes_next(index, progress)), *late, *log.missed}
         if self._ends(progress):
             return {index for index in everything if self._exchange.called(index)}
         return set(self._timer.due(time.monotonic(), self._exchange.called))
+
+    def _comes_next(self, fragment: int, progress: Progress) -> bool:
+        """Not the round of a step which the others had without this island, and to which it has come only by taking that over: it would
+        wait for them in the next round of this fragment, and they for it in that of another."""
+        return self._agreed_at.get(fragment, -1) < progress.step
 
     def _lands(self, flight: Flight, is_due: bool, progress: Progress, log: Logbook) -> bool:
         if not self._ends(progress):

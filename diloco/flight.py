@@ -20,6 +20,7 @@ class Flight:
     Attributes:
         inner_step: the island's own count when it was launched.
         slot: that the work was done in.
+        height: of the agreed state when it was launched; known to rank 0.
         gathered: done when the parameters are with rank 0, and there offered to the exchange.
         outcome: once it is known here.
         incoming: the state that it lands with, on its way to this rank, and which one that is.
@@ -33,6 +34,7 @@ class Flight:
     work: Work
     inner_step: int
     slot: int
+    height: int = 0
     gathered: "Future[None]" = field(default_factory=Future)
     launched: float = field(default_factory=time.monotonic)
     outcome: RoundOutcome | None = None

@@ -92,8 +92,7 @@ class OuterCopy:
         """What is agreed, and the outcome that led there, if the round has one: never one of them without the other."""
         for _ in range(_MOST_TRIES):
             agreed = _copy_agreed(state, found)
-            counted = agreed.ledger.positions[flight.slot] == flight.work.position
-            outcome = self._wait_for_outcome(flight) if counted else self._outcome(flight)
+            outcome = self._outcome(flight) if agreed.height == flight.height else self._wait_for_outcome(flight)
             if outcome and outcome.seat:
                 raise NotCopied(f"the island gets another slot: {outcome.reason}")
             if outcome is None or outcome.kind == "skipped" or outcome.digest == agreed.digest:
@@ -107,7 +106,7 @@ class OuterCopy:
         _wait(ready, f"the contribution to the round of fragment {flight.fragment} was not encoded")
 
     def _wait_for_outcome(self, flight: Flight) -> RoundOutcome | None:
-        _wait(lambda: self._outcome(flight) is not None, f"the committed round of fragment {flight.fragment} was not reported")
+        _wait(lambda: self._outcome(flight) is not None, f"the end of the round of fragment {flight.fragment} was not reported")
         return self._outcome(flight)
 
     def _outcome(self, flight: Flight) -> RoundOutcome | None:

@@ -97,7 +97,7 @@ class OuterFacts:
         the last round of a fragment is then none."""
         log = self.log
         finished = {index for index in log.finished if self.fragments[index].ledger.step >= steps}
-        flights = {facts.fragment: _flight(facts, lease) for facts in self.flights}
+        flights = {facts.fragment: _flight(facts, lease, self.fragments[facts.fragment].height) for facts in self.flights}
         return Logbook(
             [_uncounted(*work) for work in log.work],
             list(log.launched_at),
@@ -111,11 +111,11 @@ class OuterFacts:
         )
 
 
-def _flight(facts: FlightFacts, lease: tuple[int, int]) -> Flight:
+def _flight(facts: FlightFacts, lease: tuple[int, int], height: int) -> Flight:
     gathered: Future[None] = Future()
     gathered.set_result(None)
     work = replace(facts.work, lease=lease, resumed=True)
-    return Flight(facts.fragment, facts.numel, work, facts.inner_step, facts.slot, gathered, outcome=facts.outcome)
+    return Flight(facts.fragment, facts.numel, work, facts.inner_step, facts.slot, height, gathered, outcome=facts.outcome)
 
 
 def _uncounted(start: int, tokens: int) -> Uncounted:

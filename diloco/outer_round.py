@@ -184,7 +184,8 @@ class OuterRound:
     def _launch(self, fragment: int, progress: Progress) -> None:
         pace = self._pacing.take(fragment) if self._pacing else Pace()
         work = self._log.work[fragment].offer(progress.position, progress.step, pace, self._log.lease)
-        flight = Flight(fragment, self._mover.numel(fragment), work, self._log.inner_step, progress.slot)
+        height = self._coordinator.state.fragments[fragment].height if self._coordinator else 0
+        flight = Flight(fragment, self._mover.numel(fragment), work, self._log.inner_step, progress.slot, height)
         self._log.flights[fragment], self._log.launched_at[fragment] = flight, self._log.inner_step
         state = self._state(fragment)
         if state:

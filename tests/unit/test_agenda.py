@@ -226,3 +226,16 @@ def test_finished_fragments_and_those_without_work_are_left_alone() -> None:
     island.log.finished.add(0)
     island.step(5)
     assert island.events() == {3: [("launch", 1), ("land", 1)], 5: [("launch", 1), ("land", 1)]}
+
+
+def test_a_round_that_it_took_over_does_not_begin_once_more_at_its_step() -> None:
+    """The others are past that step: they would wait for this island in another fragment, and it for them in this one."""
+    island = Island(sync_every=10, fragments=2, overlap=2, steps=100)
+    island.step(10)
+    flight = island.log.flights.pop(0)
+    flight.outcome = RoundOutcome("left_out", 0, 4, step=40)
+    island.agenda.landed(flight)
+    island.log.inner_step, island.progress.step = 12, 40
+    assert island.agenda.next(island.progress, island.log) == Boundary()
+    island.progress.step = 50
+    assert island.agenda.next(island.progress, island.log) == Boundary(launching=(0,))
