@@ -9,6 +9,7 @@ from islands.agreement import check_agreement
 from islands.checkpoint import Checkpointer
 from islands.config import IslandConfig
 from islands.config_file import ConfigError, dump_config
+from islands.data.base import NUM_BYTES
 from islands.island import Island, build_island, load_corpus, num_parameters
 from islands.mesh import check_grid
 from islands.metrics import Metrics
@@ -85,4 +86,11 @@ def open_metrics(island: Island, slot: int, continues: bool = False) -> Metrics:
     if island.grid.pipeline > 1:
         detail["predicted_bubble"] = predicted_bubble(config.parallel, num_micro_batches(config, island.grid.data))
     metrics.write("event", what="start", detail=detail)
+    if _has_tokenizer(config) and island.corpus.vocab_size == NUM_BYTES:
+        told = f"the tokens of data.type={config.data.type} are bytes, and model.init_from={config.model.init_from} has a tokenizer: its weights "
+        metrics.write("event", what="warning", detail=told + "were trained on other tokens, and have to learn these from the beginning")
     return metrics
+
+
+def _has_tokenizer(config: IslandConfig) -> bool:
+    return bool(config.model.init_from) and (Path(config.model.init_from) / "tokenizer.json").exists()
