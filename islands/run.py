@@ -9,7 +9,7 @@ from islands.agreement import check_agreement
 from islands.checkpoint import Checkpointer
 from islands.config import IslandConfig
 from islands.config_file import ConfigError, dump_config
-from islands.data.base import NUM_BYTES
+from islands.data.base import NUM_BYTES, Corpus
 from islands.island import Island, build_island, load_corpus, num_parameters
 from islands.mesh import check_grid
 from islands.metrics import Metrics
@@ -86,11 +86,17 @@ def open_metrics(island: Island, slot: int, continues: bool = False) -> Metrics:
     if island.grid.pipeline > 1:
         detail["predicted_bubble"] = predicted_bubble(config.parallel, num_micro_batches(config, island.grid.data))
     metrics.write("event", what="start", detail=detail)
-    if _has_tokenizer(config) and island.corpus.vocab_size == NUM_BYTES:
-        told = f"the tokens of data.type={config.data.type} are bytes, and model.init_from={config.model.init_from} has a tokenizer: its weights "
-        metrics.write("event", what="warning", detail=told + "were trained on other tokens, and have to learn these from the beginning")
+    if warning := other_tokens(config, island.corpus):
+        metrics.write("event", what="warning", detail=warning)
     return metrics
 
 
-def _has_tokenizer(config: IslandConfig) -> bool:
-    return bool(config.model.init_from) and (Path(config.model.init_from) / "tokenizer.json").exists()
+def other_tokens(config: IslandConfig, corpus: Corpus) -> str:
+    """That the weights in ``model.init_from`` were trained on other tokens than the text has; empty where nothing says so."""
+    folder = config.model.init_from
+    if not folder or corpus.vocab_size != NUM_BYTES or not (Path(folder) / "tokenizer.json").exists():
+        return ""
+    return (
+        f"the tokens of data.type={config.data.type} are bytes, and model.init_from={folder} has a tokenizer: its weights were trained on "
+        "other tokens, and have to learn these from the beginning"
+    )

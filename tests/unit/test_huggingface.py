@@ -1,13 +1,14 @@
 """Weights from folders of Hugging Face: what transformers makes of them, and what is refused. What goes out is in test_export."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small import VOCAB, plain_model, small_config
+from small import VOCAB, plain_model, small_config, small_corpus
 from torch import Tensor, nn
 from weight_folders import FROM_FOLDER, config_from, small_weights, write_folder
 
@@ -18,6 +19,7 @@ from islands.initialize import initialize
 from islands.island import meta_model
 from islands.models.llama import from_hugging_face, hugging_face_name, to_hugging_face
 from islands.rotary import RopeScaling, frequencies
+from islands.run import other_tokens
 
 CPU = torch.device("cpu")
 
@@ -370,3 +372,13 @@ def test_both_ways_are_the_same_keys() -> None:
     assert keys.keys() == {*FROM_FOLDER, "norm_eps", "tied_embeddings", "rope_theta", "rope_scaling"}
     assert all(getattr(config.model, key) == value for key, value in keys.items())
     assert parse_config(type(config.model), keys) == config.model
+
+
+def test_weights_with_a_tokenizer_begin_on_bytes_with_a_warning(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    config, text = config_from(tmp_path), small_corpus(vocab=256)
+    text = replace(text, vocab_size=256)
+    assert other_tokens(config, text) == "" == other_tokens(small_config(), text)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert f"are bytes, and model.init_from={tmp_path} has a tokenizer" in other_tokens(config, text)
+    assert other_tokens(config, small_corpus()) == ""  # of another vocabulary
