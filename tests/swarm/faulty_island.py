@@ -16,7 +16,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -67,11 +67,14 @@ def exchange_main(pipe: Connection, start: Any) -> None:
         await hold_if_armed("hold_before_vote")
         await cast_vote(*arguments)
 
-    async def reduce_or_corrupt(self: ScatterReduce) -> torch.Tensor:
-        mean = await reduce(self)
-        if fires("corrupt"):
-            mean[0] += 1.0
-        return mean
+    async def reduce_or_corrupt(self: ScatterReduce, apply: Callable[[int, torch.Tensor], None]) -> None:
+        def apply_or_corrupt(chunk: int, mean: torch.Tensor) -> None:
+            if chunk == 0 and fires("corrupt"):
+                mean = mean.clone()
+                mean[0] += 1.0
+            apply(chunk, mean)
+
+        await reduce(self, apply_or_corrupt)
 
     Stream.send_plain, voting.cast_vote, ScatterReduce.run = send_plain_or_hold, vote_or_hold, reduce_or_corrupt
     _process_main(pipe, start)
