@@ -137,6 +137,7 @@ def test_an_island_of_which_a_rank_died_goes_on_from_its_checkpoint(torchrun: To
     assert torchrun.living() == []
 
 
+@pytest.mark.slow
 def test_an_island_that_is_asked_saves_and_goes_on_later(torchrun: Torchrun) -> None:
     """Asked by one rank the first time, by torchrun the second time."""
     arguments = ["-m", "islands", str(torchrun.folder / "config.yaml"), "optimizer.schedule=constant", "checkpoint.every=0"]

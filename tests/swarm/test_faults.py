@@ -195,6 +195,7 @@ def test_a_byte_that_one_member_got_wrong(swarm: Swarm) -> None:
     assert told and "island 0:" in told[0], "the first to have all votes tells, and keeps the others from it"
 
 
+@pytest.mark.slow
 def test_an_island_whose_slot_was_given_away_gets_another(swarm: Swarm, tmp_path: Path) -> None:
     """Cut off, and replaced by one that asks for its slot: when it is back it comes in as a newcomer, in the free slot."""
     cut(swarm, [3], [0, 1, 2])

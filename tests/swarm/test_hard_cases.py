@@ -45,6 +45,7 @@ SIZES = [CHUNK + 77]
 pytestmark = pytest.mark.timeout(200)
 
 
+@pytest.mark.slow
 def test_one_that_stood_still_before_its_vote_does_not_commit_what_the_others_gave_up(tmp_path: Path) -> None:
     """It holds all votes and nobody has its own: the others went on without it, and it follows them."""
     first = island(tmp_path, 0, [], 3)

@@ -107,6 +107,7 @@ def test_the_first_island_may_die_too(swarm: Swarm, place: Place) -> None:
     assert outcomes[0].members == (0, 1, 2, 3)
 
 
+@pytest.mark.slow
 def test_no_slot_is_left(swarm: Swarm, place: Place) -> None:
     """A fifth island for four slots waits, and is told why it got none; nobody else notices."""
     fifth = place.island("e", through=[swarm.islands[3].call("address")], join_timeout=3.0)

@@ -247,6 +247,7 @@ def test_noise_under_the_seal_of_a_member_does_no_harm(swarm: Swarm) -> None:
     assert swarm.islands[0].exchange_pid() == exchange and memory_mib(exchange) < before + 64
 
 
+@pytest.mark.slow
 def test_one_that_stops_sending_and_stays_alive_costs_a_deadline_at_most(swarm: Swarm) -> None:
     """Its other lane, and its signs of life, go on."""
     swarm.islands[1].arm("hang_in_transfer")

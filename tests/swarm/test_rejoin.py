@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(240)
 def test_a_restarted_island_goes_on_where_the_swarm_is(tmp_path: Path) -> None:
     """Anchor, learning rate and data position are those of the swarm, and the optimizer state that of its last checkpoint; no sample
     counts twice; losses fall; all end together."""
-    steps = 160
+    steps = 120
     with Cluster(tmp_path, 3, ["exchange.peer_timeout=5", "checkpoint.every=5"], steps=steps, step_seconds=0.2) as cluster:
         cluster.wait_until_training()
         cluster.wait_until(lambda: len(cluster.islands[1].rows("step")) >= 13)  # some after its second round

@@ -125,6 +125,7 @@ def _writes(folder: str, name: str) -> Iterator[bool]:
         yield f"/{name}/" in os.readlink(entry)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_islands_with_different_grids_train_one_model(run: Run) -> None:
     """In rounds of every kind at once: fragments, beside the training, merged, of few bits."""

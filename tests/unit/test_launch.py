@@ -218,7 +218,9 @@ def test_one_wish_stops_the_ranks_and_not_torchrun(tmp_path, fake):
         assert (tmp_path / "run" / f"island-{island}" / "log.txt").read_text() == "a rank was asked\n"
 
 
-@pytest.mark.parametrize("second", [True, False], ids=["a second wish", "the end of the grace"])
+@pytest.mark.parametrize(
+    "second", [pytest.param(True, id="a second wish"), pytest.param(False, id="the end of the grace", marks=pytest.mark.slow)]
+)
 def test_islands_that_do_not_stop_are_ended(tmp_path, fake, second):
     fake("deaf")
     with _start_launcher(tmp_path, "deaf", f"checkpoint.grace={100 if second else 0.3}") as launcher:
