@@ -201,9 +201,9 @@ def island_command(arguments: Sequence[str]) -> int:
     from islands.config_file import load_config
 
     config = load_config(RunConfig, chosen.config, chosen.overrides)
-    from diloco.island import run_island
+    from diloco.run import run
 
-    run_island(config)
+    run(config)
     return 0
 
 
