@@ -77,29 +77,36 @@ class Island:
         return self.evaluation(self.model.forward_backward)
 
     def batches(self, max_slots: int = 1) -> Batches:
-        """The training batches, of which each island takes those of its slot."""
-        config, data = self.config, self.mesh.data
+        """The training batches, of which each island takes those of its slot, and each of its replicas those of a slot of its own."""
+        config, grid = self.config, self.grid
+        replica, data_rank = divmod(self.mesh.data.get_local_rank(), grid.data)
         samples = num_samples(self.corpus.train, config.data.seq_len)
         return Batches(
             self.corpus.train,
             config.data.seq_len,
             config.train.global_batch_size,
             Sampler(samples, config.run.seed, max_slots),
-            data.get_local_rank(),
-            data.size(),
+            data_rank,
+            grid.data,
+            replica,
         )
 
 
-def build_island(config: IslandConfig, process: Process, corpus: Corpus) -> Island:
-    """Make this rank's part of the island; called on all ranks alike."""
-    train = config.train
-    grid = check_grid(config, process.world_size)
-    mesh = build_mesh(grid, process)
+def build_island(config: IslandConfig, process: Process, corpus: Corpus, grid: Grid | None = None, job: Process | None = None) -> Island:
+    """Make this rank's part of the island; called on all ranks of the job alike.
+
+    Args:
+        grid: default that of an island which is all there is.
+        job: this process among all ranks of the job, where they are several islands.
+    """
+    train, job = config.train, job or process
+    grid = grid or check_grid(config, process.world_size)
+    mesh = build_mesh(grid, job)
     model = parallelize(meta_model(config), grid, mesh, process, config)
     parameters = [parameter for part in model.parts for parameter in part.parameters()]
     optimizer = plugins.build("islands.optimizers", config.optimizer, parameters)
     data_group = mesh.data.get_group()
-    watchdog = Watchdog(process, Path(config.run.dir) / "flight_recorder")
+    watchdog = Watchdog(job, Path(config.run.dir) / "flight_recorder")
     return Island(
         config,
         process,

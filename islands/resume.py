@@ -170,9 +170,9 @@ def load(island: Island, chosen: Chosen, extra: dict[str, Tensor] | None = None)
         if section == "optimizer" and name in parameters:
             wanted[key] = state[name][what] = _empty(entry, parameters[name])
     generators = {key: now for key, now in random_states(island.process).items() if key in stored}
-    alone = island.process.world_size == 1
+    alone, reader = island.process.world_size == 1, dcp.FileSystemReader(chosen.folder)
     try:
-        dcp.load(wanted | generators | (extra or {}), storage_reader=dcp.FileSystemReader(chosen.folder), no_dist=alone)
+        dcp.load(wanted | generators | (extra or {}), storage_reader=reader, process_group=island.process.group, no_dist=alone)
     except CheckpointException as error:  # not an Exception, so most would not catch it
         raise RuntimeError(f"{chosen.folder} can't be read: {error}") from error
     for name, values in state.items():
