@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Callable, NoReturn, Self
 
 import torch.distributed as dist
 
@@ -37,10 +37,14 @@ class StopAgreement:
     A rank leaves its wish in the store. Rank 0, when it finds one after step s, announces s + 1 as the last step, before it begins that
     step. No rank can be done with step s + 1 without what rank 0 has given to its loss and gradient norm, which each rank waits for and
     reads. So each finds the announcement after step s + 1 at the latest, and nobody stops before.
+
+    Args:
+        known_after: in place of s + 1, the step that no rank can be done with before it could know what rank 0 says after step s: where
+            ranks do not meet in every step.
     """
 
-    def __init__(self, process: Process) -> None:
-        self._rank, self._alone = process.rank, process.world_size == 1
+    def __init__(self, process: Process, known_after: Callable[[int], int] = lambda step: step + 1) -> None:
+        self._rank, self._alone, self._known_after = process.rank, process.world_size == 1, known_after
         self._store = process.store.clone()  # of its own: the other may be held by a long wait
         self._stop_at: int | None = None
 
@@ -55,7 +59,7 @@ class StopAgreement:
     def reached(self, step: int) -> bool:
         """Whether ``step``, which is done, was the last one. Does not wait, and asks the store once."""
         if self._stop_at is None and self._rank == 0 and self.wished():
-            self._stop_at = step if self._alone else step + 1
+            self._stop_at = step if self._alone else self._known_after(step)
             self._store.set(_STOP_AT, str(self._stop_at))
         elif self._stop_at is None and self._rank != 0 and self._store.check([_STOP_AT]):
             self._stop_at = int(self._store.get(_STOP_AT))
@@ -71,11 +75,12 @@ class Stopping:
 
     Args:
         grace: seconds from the first wish until the process ends, come what may.
+        known_after: see :class:`StopAgreement`; by default ranks meet in every step.
     """
 
-    def __init__(self, process: Process, grace: float) -> None:
+    def __init__(self, process: Process, grace: float, known_after: Callable[[int], int] = lambda step: step + 1) -> None:
         self._rank, self._grace = process.rank, grace
-        self._agreement = StopAgreement(process)
+        self._agreement = StopAgreement(process, known_after)
         self._asked = threading.Event()
         self._pressing_from: float | None = None
         self._receiver, self._sender = socket.socketpair()
@@ -106,8 +111,8 @@ class Stopping:
         """Called by every rank after each inner step, with a number that grows by one and is the same on all ranks.
 
         Returns:
-            Whether to stop now: True on all ranks at the same step, the one after that in which any rank was asked. Costs one
-            question to the store, which does not wait.
+            Whether to stop now: True on all ranks at the same step, that at which all of them know it. Costs one question to the store,
+            which does not wait.
         """
         return self._agreement.reached(step)
 
