@@ -1,10 +1,8 @@
 """Replicas of one cluster: what every rank of one ``torchrun`` job does that spans all islands."""
 
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Callable
 
 import torch.distributed as dist
 
@@ -21,12 +19,13 @@ from islands import plugins, resume
 from islands.agreement import check_agreement
 from islands.checkpoint import Checkpointer
 from islands.config_file import ConfigError
+from islands.data.base import Corpus
 from islands.fragments import schema_of
 from islands.initialize import parameter_dtype
 from islands.island import Island, build_island, load_corpus, meta_model
 from islands.mesh import Grid, check_grid
 from islands.metrics import Metrics
-from islands.process import is_first_rank, num_restarts, one_of, pick_device, process_group, world_size
+from islands.process import Process, is_first_rank, num_restarts, one_of, pick_device, process_group, world_size
 from islands.progress import Progress
 from islands.resume import Chosen
 from islands.run import open_metrics, run_alone
@@ -66,43 +65,44 @@ def check_cluster(config: RunConfig, ranks: int) -> Grid:
 
 
 def _run_islands(config: RunConfig, grid: Grid) -> None:
-    islands, told = config.swarm.islands, partial(print, flush=True)
     corpus, device = load_corpus(config), pick_device(config.run.device)
-    fragments = make_fragments(config, schema_of(meta_model(config)))
-    schedule = make_schedule(config, len(fragments))
-    start, ended = Progress(), False
-    with ExitStack() as stack:
-        job = stack.enter_context(process_group(device, config.run.timeout))
-
-        def known_after(done: int) -> int:
-            return schedule.meeting_after(start.step + done, config.outer.overlap) - start.step
-
-        stopping = stack.enter_context(Stopping(job, config.checkpoint.grace, known_after))
-        check_agreement(config, job, replicas=islands)
-        process, slot = one_of(job, islands), job.rank // grid.world_size
-        chosen = choose_together(config, corpus, job, process, slot, islands, told)
-        island = build_island(config, process, corpus, replace(grid, islands=islands), job)
-        if process.rank == 0:
-            resume.leave_behind(config, slot, chosen, told, restarted=num_restarts() > 0)
-        metrics = open_metrics(island, slot, continues=chosen is not None)
-        stack.callback(metrics.close)
-        hook = cluster_round(config, island, metrics)
-        progress = _go_on(island, chosen, hook) if chosen else hook.start(Progress(slot=slot))
-        start = replace(progress)
-        if chosen:
-            metrics.write("event", what="resumed", detail=chosen.event)
-        saved = replace(progress) if chosen else None
-        with Checkpointer(island, metrics, hook, saved=saved) as checkpointer:
-            ended = train(island, island.batches(config.swarm.max_slots), metrics, [hook], progress, checkpointer, stopping)
-        what, detail = ("end", "all steps done") if ended else ("stopped", f"on request after step {progress.step}")
-        metrics.write("event", what=what, detail=detail)
-        if ended:
+    make_fragments(config, schema_of(meta_model(config)))  # refused before anything is started
+    with process_group(device, config.run.timeout) as job, Stopping(job, config.checkpoint.grace) as stopping:
+        check_agreement(config, job, replicas=config.swarm.islands)
+        if ended := train_islands(config, grid, corpus, job, stopping):
             dist.barrier()  # what the islands have written is all there
     if ended and is_first_rank():
         write_report(config.run.dir)
 
 
+def train_islands(config: RunConfig, grid: Grid, corpus: Corpus, job: Process, stopping: Stopping) -> bool:
+    """On all ranks of the job: build, resume, train. Returns whether it came to the end.
+
+    Args:
+        grid: of one island.
+    """
+    islands, told = config.swarm.islands, partial(print, flush=True)
+    process, slot = one_of(job, islands), job.rank // grid.world_size
+    chosen = choose_together(config, corpus, job, process, slot, islands, told)
+    island = build_island(config, process, corpus, replace(grid, islands=islands), job)
+    if process.rank == 0:
+        resume.leave_behind(config, slot, chosen, told, restarted=num_restarts() > 0)
+    with closing(open_metrics(island, slot, continues=chosen is not None)) as metrics:
+        hook = cluster_round(config, island, metrics)
+        progress = _go_on(island, chosen, hook) if chosen else hook.start(Progress(slot=slot))
+        stopping.ranks_meet(partial(hook.meeting_after, progress.step))
+        if chosen:
+            metrics.write("event", what="resumed", detail=chosen.event)
+        batches, saved = island.batches(config.swarm.max_slots), replace(progress) if chosen else None
+        with Checkpointer(island, metrics, hook, saved=saved, skips=False) as checkpointer:
+            ended = train(island, batches, metrics, [hook], progress, checkpointer, stopping)
+        what, detail = ("end", "all steps done") if ended else ("stopped", f"on request after step {progress.step}")
+        metrics.write("event", what=what, detail=detail)
+    return ended
+
+
 def cluster_round(config: RunConfig, island: Island, metrics: Metrics) -> ClusterRound:
+    """The hook of a rank; called on all of them alike."""
     fragments, process = make_fragments(config, schema_of(meta_model(config))), island.process
     parts, optimizer = island.model.parts, plugins.build("diloco.outer_optimizers", config.outer.optimizer)
     holders = count_holders(parts, process)

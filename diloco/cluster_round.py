@@ -89,6 +89,10 @@ class ClusterRound:
                 state.anchor[piece] = local.reshape(-1)
         return progress
 
+    def meeting_after(self, start: int, done: int) -> int:
+        """Steps since ``start`` that no rank can have done before all others have done more than ``done`` of them."""
+        return self._schedule.meeting_after(start + done, self._section.overlap) - start
+
     # -- between two inner steps ---------------------------------------------------------------------------------------
 
     def after_step(self, progress: Progress, tokens: int) -> float:

@@ -38,13 +38,14 @@ class StopAgreement:
     step. No rank can be done with step s + 1 without what rank 0 has given to its loss and gradient norm, which each rank waits for and
     reads. So each finds the announcement after step s + 1 at the latest, and nobody stops before.
 
-    Args:
-        known_after: in place of s + 1, the step that no rank can be done with before it could know what rank 0 says after step s: where
-            ranks do not meet in every step.
+    Attributes:
+        known_after: where ranks do not meet in every step, the step that none can be done with before it could know what rank 0 says
+            after step s; by default s + 1.
     """
 
-    def __init__(self, process: Process, known_after: Callable[[int], int] = lambda step: step + 1) -> None:
-        self._rank, self._alone, self._known_after = process.rank, process.world_size == 1, known_after
+    def __init__(self, process: Process) -> None:
+        self._rank, self._alone = process.rank, process.world_size == 1
+        self.known_after: Callable[[int], int] = lambda step: step + 1
         self._store = process.store.clone()  # of its own: the other may be held by a long wait
         self._stop_at: int | None = None
 
@@ -59,7 +60,7 @@ class StopAgreement:
     def reached(self, step: int) -> bool:
         """Whether ``step``, which is done, was the last one. Does not wait, and asks the store once."""
         if self._stop_at is None and self._rank == 0 and self.wished():
-            self._stop_at = step if self._alone else self._known_after(step)
+            self._stop_at = step if self._alone else self.known_after(step)
             self._store.set(_STOP_AT, str(self._stop_at))
         elif self._stop_at is None and self._rank != 0 and self._store.check([_STOP_AT]):
             self._stop_at = int(self._store.get(_STOP_AT))
@@ -75,12 +76,11 @@ class Stopping:
 
     Args:
         grace: seconds from the first wish until the process ends, come what may.
-        known_after: see :class:`StopAgreement`; by default ranks meet in every step.
     """
 
-    def __init__(self, process: Process, grace: float, known_after: Callable[[int], int] = lambda step: step + 1) -> None:
+    def __init__(self, process: Process, grace: float) -> None:
         self._rank, self._grace = process.rank, grace
-        self._agreement = StopAgreement(process, known_after)
+        self._agreement = StopAgreement(process)
         self._asked = threading.Event()
         self._pressing_from: float | None = None
         self._receiver, self._sender = socket.socketpair()
@@ -106,6 +106,10 @@ class Stopping:
         self._sender.close()  # ends the thread
         self._thread.join()
         self._receiver.close()
+
+    def ranks_meet(self, known_after: Callable[[int], int]) -> None:
+        """They do so less often than in every step: see :attr:`StopAgreement.known_after`."""
+        self._agreement.known_after = known_after
 
     def agreed(self, step: int) -> bool:
         """Called by every rank after each inner step, with a number that grows by one and is the same on all ranks.

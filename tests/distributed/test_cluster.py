@@ -9,6 +9,7 @@ from outer_loop import Recorded, islands_as_threads
 from rank_pool import RankPool
 from small import plain_training, small_config, small_corpus, whole_parameters
 
+from diloco.config import RunConfig
 from diloco.cluster import check_cluster, cluster_round
 from islands.data.base import Sampler, num_samples, windows
 from islands.island import build_island
@@ -22,10 +23,14 @@ TOLERANCE = 1e-10
 PLAIN = dict(type="sgd", lr=1.0, momentum=0.0)
 
 
+def in_one_job_config(islands: int, overrides: dict[str, Any]) -> RunConfig:
+    """The small run, whose islands share a job."""
+    return small_config(**{"exchange": dict(type="process_group"), **overrides, "swarm": dict(islands=islands, max_slots=islands)})
+
+
 def in_one_job(process: Process, islands: int, overrides: dict[str, Any]) -> dict[str, Any]:
     """Train ``islands`` islands, or as many replicas of one, on all ranks; what this rank saw and ends with."""
-    sections = {"exchange": dict(type="process_group"), **overrides, "swarm": dict(islands=islands, max_slots=islands)}
-    config, corpus, metrics = small_config(**sections), small_corpus(), Recorded()
+    config, corpus, metrics = in_one_job_config(islands, overrides), small_corpus(), Recorded()
     grid, every_step = check_cluster(config, process.world_size), config.outer.sync_every == 1
     if every_step:
         island, hooks, slot = build_island(config, process, corpus, replace(grid, replicas=islands)), [], 0
