@@ -112,7 +112,7 @@ def cluster_round(config: RunConfig, island: Island, metrics: Metrics) -> Cluste
     states = [ShardState(each.numel, optimizer, outer_lr, dtype, device, config.exchange.offload) for each in shards]
     averager = Averager(island.mesh.root["island"].get_group(), config.outer.codec.type, device)
     schedule = make_schedule(config, len(fragments))
-    return ClusterRound(schedule, config.outer, fragments, shards, states, averager, metrics, process, config.swarm.islands)
+    return ClusterRound(schedule, config.outer, fragments, shards, states, averager, island.traffic, metrics, process, config.swarm.islands)
 
 
 def _go_on(island: Island, chosen: Chosen, hook: ClusterRound) -> Progress:

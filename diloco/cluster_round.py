@@ -28,6 +28,7 @@ from islands.fragments import Fragment
 from islands.metrics import Metrics
 from islands.process import Process
 from islands.progress import Progress
+from islands.traffic import Traffic
 
 
 @dataclass
@@ -67,12 +68,13 @@ class ClusterRound:
         shards: Sequence[Shards],
         states: Sequence[ShardState],
         averager: Averager,
+        traffic: Traffic,
         metrics: Metrics,
         process: Process,
         islands: int,
     ) -> None:
         self._schedule, self._section, self._fragments = schedule, section, fragments
-        self._shards, self._states, self._averager = shards, states, averager
+        self._shards, self._states, self._averager, self._traffic = shards, states, averager, traffic
         self._metrics, self._process, self._islands = metrics, process, islands
         self._log = Logbook.begin(len(fragments), Seat(slot=0))
         self._rounds: dict[int, _Round] = {}
@@ -120,6 +122,7 @@ class ClusterRound:
         for piece, local in shards.pieces():
             torch.sub(state.anchor_at(piece), local.reshape(-1), out=moved[piece])
         square = shards.square(moved)
+        self._traffic.sent_across(self._bytes[fragment][0])
         self._rounds[fragment] = _Round(flight, square, self._averager.begin(moved, square.clone()))
         flight.stall_seconds += flight.age
 

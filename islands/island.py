@@ -15,6 +15,7 @@ from islands.initialize import cast_parameters, parameter_dtype
 from islands.mesh import Grid, IslandMesh, build_mesh, check_grid
 from islands.parallelize import ParallelModel, parallelize
 from islands.process import Process
+from islands.traffic import Traffic
 from islands.train_step import TrainStep
 from islands.watchdog import Watchdog
 
@@ -59,7 +60,11 @@ def load_corpus(config: IslandConfig) -> Corpus:
 
 @dataclass(frozen=True)
 class Island:
-    """What a rank needs to train: its part of the model, and how to step and evaluate it."""
+    """What a rank needs to train: its part of the model, and how to step and evaluate it.
+
+    Attributes:
+        traffic: where the job has replicas, whose links may be slow.
+    """
 
     config: IslandConfig
     process: Process
@@ -71,6 +76,7 @@ class Island:
     evaluation: Evaluation
     corpus: Corpus
     watchdog: Watchdog
+    traffic: Traffic | None = None
 
     def evaluate(self) -> float:
         """Held-out loss, in nats a token, of the parameters as they are."""
@@ -118,4 +124,10 @@ def build_island(config: IslandConfig, process: Process, corpus: Corpus, grid: G
         Evaluation(corpus.held_out, config.data.seq_len, train.eval_sequences, data_group, process.device),
         corpus,
         watchdog,
+        _traffic(grid, process),
     )
+
+
+def _traffic(grid: Grid, process: Process) -> Traffic | None:
+    many = grid.replicas * grid.islands > 1
+    return Traffic(process, grid.replicas, process.world_size // grid.replicas) if many else None

@@ -123,3 +123,20 @@ def test_every_k_steps_equals_the_exchange_in_memory(ranks: RankPool, recipe: st
         for key in ("step", "fragment", "outcome", "landed", "start", "position", "weight", "tokens"):
             assert of(rank, "round", key) == of(same, "round", key), key
         assert of(rank, "round", "pseudo_gradient_norm") == pytest.approx(of(same, "round", "pseudo_gradient_norm"), abs=TOLERANCE)
+
+
+WHOLE = 8 * 36_576  # bytes of all parameters in fp64
+
+
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_steps_tell_what_they_send_inside_a_replica_and_across(ranks: RankPool, sync_every: int) -> None:
+    overrides = dict(outer=dict(sync_every=sync_every, optimizer=PLAIN), parallel=dict(data_parallel_strategy="zero2"))
+    for rank in ranks.run(in_one_job, 4, 2, overrides):
+        first, *rows = [row for row in rank["rows"] if row["kind"] == "step"]
+        assert "bytes_inside" not in first
+        for row in rows:  # padding to even shards, and sums of losses and norms, come on top
+            # An all-gather and a reduce-scatter of all parameters between two ranks: each sends half of them, twice.
+            assert row["bytes_inside"] == pytest.approx(2 * WHOLE, rel=0.005)
+            # An all-reduce of each rank's half with its like in the other replica, who adds up one half of that.
+            meets = sync_every == 1 or row["step"] in (2, 4, 5)
+            assert row["bytes_across"] == pytest.approx(WHOLE if meets else 0, rel=0.005)
