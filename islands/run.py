@@ -60,9 +60,9 @@ def _choose(config: IslandConfig, told: Callable[[str], None], restarted: bool) 
     chosen = resume.choose(config, _SLOT, told, restarted)
     if chosen and chosen.manifest.facts:
         raise ConfigError(
-            f"{chosen.folder} is of an island of a swarm, and alone it would go on with other samples; go on with diloco launch or "
-            "python -m diloco. To train alone, set another run.dir; to begin with its weights, export them (diloco export) and set "
-            "model.init_from to that folder"
+            f"{chosen.folder} is of an island that has rounds with others, and would go on with other samples here, where it has none; go "
+            "on with diloco launch or python -m diloco, and the outer.sync_every that it had. To train alone, set another run.dir; to begin "
+            "with its weights, export them (diloco export) and set model.init_from to that folder"
         )
     return chosen
 

@@ -53,7 +53,7 @@ def _check_every_step(config: RunConfig) -> None:
     outer = config.outer
     plain = outer.optimizer.type == "sgd" and outer.optimizer.lr == 1 and outer.optimizer.momentum == 0
     plain = plain and not outer.optimizer.warmup_rounds and outer.optimizer.decay == "constant"
-    has = ", ".join(f"{key}={value}" for key, value in outer.optimizer.model_dump().items() if key in ("type", "lr", "momentum", "decay"))
+    has = ", ".join(f"{key}={value}" for key, value in outer.optimizer.model_dump().items())
     for wrong, told in (
         (not plain, f"outer.optimizer ({has}) has no anchor to step; set type: sgd, lr: 1, momentum: 0, which is plain averaging"),
         (outer.codec.type != "none", f"outer.codec.type={outer.codec.type} has no pseudo-gradient to encode; set it to none"),

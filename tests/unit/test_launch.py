@@ -24,8 +24,8 @@ from diloco.run_files import lock_run_dir
 from islands import checkpoint_files
 from islands.config_file import ConfigError, load_config
 
-#: The islands are scripts, so that no exchange is started; the one named here is the one that is quick to import.
-NO_EXCHANGE = "exchange.type=in_memory"
+#: The islands are scripts, so that no exchange is started.
+NO_EXCHANGE = "exchange.type=hivemind"
 ON_CPU = (NO_EXCHANGE, "run.device=cpu")
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -448,3 +448,15 @@ def test_the_key_that_is_there_is_kept(tmp_path):
     (tmp_path / "identity").write_bytes(b"no key")
     with pytest.raises(ConfigError, match="is not the key of an island. Remove it"):
         make_identity(tmp_path / "identity")
+
+
+@pytest.mark.parametrize(("exchange", "processes"), [("hivemind", 2), ("process_group", 4), ("in_memory", 1)])
+def test_islands_that_share_a_job_are_started_as_one(tmp_path: Path, exchange: str, processes: int) -> None:
+    overrides = [f"exchange.type={exchange}", "parallel.data_parallel_size=2", "run.device=cpu"]
+    if exchange == "process_group":
+        overrides += ["outer.codec.type=none"]
+    if exchange == "in_memory":
+        overrides += ["parallel.data_parallel_size=1"]
+    plan = make_plan(QUICKSTART, [f"run.dir={tmp_path / 'run'}", *overrides], 2)
+    assert plan.jobs == (2 if exchange == "hivemind" else 1)
+    assert f"--nproc-per-node={processes}" in torchrun_command(plan, [])

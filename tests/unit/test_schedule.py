@@ -130,3 +130,9 @@ def test_what_is_neither_steps_nor_seconds_is_refused(value: Any) -> None:
     (told,) = str(refused.value).splitlines()[1:]
     rule = "is neither inner steps, a whole number from 1 such as 30, nor seconds such as 90s or 1.5s"
     assert told == f"  outer.sync_every: {value!r} {rule}"
+
+
+@pytest.mark.parametrize(("after", "overlap", "met"), [(0, 0, 3), (2, 0, 3), (3, 0, 6), (3, 2, 8), (17, 2, 20), (18, 2, 20), (19, 0, 20)])
+def test_islands_have_met_when_the_next_launch_has_landed(after: int, overlap: int, met: int) -> None:
+    schedule = StepSchedule(steps=20, sync_every=6, num_fragments=2)  # one of the two launches every 3 steps, and both after 20
+    assert schedule.meeting_after(after, overlap) == met
