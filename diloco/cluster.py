@@ -87,7 +87,7 @@ def train_islands(config: RunConfig, grid: Grid, corpus: Corpus, job: Process, s
     island = build_island(config, process, corpus, replace(grid, islands=islands), job)
     if process.rank == 0:
         resume.leave_behind(config, slot, chosen, told, restarted=num_restarts() > 0)
-    with closing(open_metrics(island, slot, continues=chosen is not None, shows=slot == 0)) as metrics:
+    with closing(open_metrics(island, slot, continues=chosen is not None, make=partial(Metrics, console=slot == 0))) as metrics:
         hook = cluster_round(config, island, metrics)
         progress = _go_on(island, chosen, hook) if chosen else hook.start(Progress(slot=slot))
         stopping.ranks_meet(partial(hook.meeting_after, progress.step))
