@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
-from typing import Iterator
+from typing import Iterator, Sequence
 
 from diloco.link_model import Link, Prediction
 from diloco.planner import Planner, Setting, Traffic
@@ -41,9 +41,16 @@ def choices(planner: Planner, link: Link, step_seconds: float, target: float) ->
         for codec, fragments, overlap in itertools.product(CODECS, _fragments(planner), OVERLAPS)
         if (choice := _shortest_period(planner, link, step_seconds, target, codec, fragments, overlap))
     ]
+    best = _best(found)
+    while wrong := [choice for choice in best if not planner.is_valid(choice.setting)]:
+        found = [choice for choice in found if choice not in wrong]
+        best = _best(found)
+    return best
+
+
+def _best(found: Sequence[Choice]) -> list[Choice]:
     best = [one for one in found if not any(_betters(other.setting, one.setting) for other in found)]
-    best.sort(key=lambda choice: (choice.harm, choice.setting.fragments))
-    return best[:_MOST_SHOWN]
+    return sorted(best, key=lambda choice: (choice.harm, choice.setting.fragments))[:_MOST_SHOWN]
 
 
 def _fragments(planner: Planner) -> Iterator[int]:
@@ -63,7 +70,7 @@ def _shortest_period(
         if period < max(fragments, overlap):
             continue
         prediction = planner.predict(setting, link, step_seconds)
-        if prediction.utilization >= target and planner.is_valid(setting):
+        if prediction.utilization >= target:
             return Choice(setting, prediction, planner.traffic(setting))
     return None
 
