@@ -34,7 +34,7 @@ def _samples(records: list[IslandRecord], num_steps: Callable[[Incarnation], int
         steps, size = num_steps(incarnation), incarnation.start.get("global_batch_size")
         if steps and size is None:
             return None
-        total += steps * (size or 0)
+        total += steps * (size or 0) * incarnation.replicas
     return total
 
 

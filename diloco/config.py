@@ -279,6 +279,13 @@ class RunConfig(IslandConfig):
     swarm: SwarmSection = SwarmSection()
 
     @model_validator(mode="after")
+    def _fits_the_exchange(self) -> "RunConfig":
+        check = getattr(plugins.load("diloco.exchange", self.exchange.type), "check", None)
+        if check:
+            check(self)
+        return self
+
+    @model_validator(mode="after")
     def _rounds_can_commit(self) -> "RunConfig":
         if self.exchange.min_islands > self.swarm.max_slots:
             raise ValueError(

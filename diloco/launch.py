@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Iterator, Literal, Sequence
 
+from diloco.config import SwarmSection
 from diloco.earlier_run import begin, command_to_go_on, newest
 from diloco.identity import make_identity
 from diloco.launch_plan import LaunchPlan, founder_port, host_and_port, make_plan
@@ -40,7 +41,7 @@ IslandCommand = Callable[[LaunchPlan, Sequence[str]], list[str]]
 
 def torchrun_command(plan: LaunchPlan, overrides: Sequence[str]) -> list[str]:
     """One island under torchrun."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.ranks}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.ranks_of_job}"]
     return [*torchrun, f"--max-restarts={plan.max_restarts}", "-m", "diloco", str(plan.config_file), *overrides]
 
 
@@ -127,19 +128,10 @@ def _run(plan: LaunchPlan, command: IslandCommand, port: int, lock: int) -> int:
 
 def _start_islands(plan: LaunchPlan, command: IslandCommand, port: int, mark: str, lock: int) -> Iterator[_Island]:
     swarm, run_dir = plan.config.swarm, plan.run_dir.resolve()
-    for number in range(swarm.islands):
+    for number in range(plan.jobs):
         island_dir(run_dir, number).mkdir(exist_ok=True)
-    founder_id = make_identity(island_dir(run_dir, 0) / "identity")
-    host, _ = host_and_port(swarm.listen)
-    reachable = ipaddress.ip_address("127.0.0.1" if host.version == 4 else "::1") if host.is_unspecified else host
-    founder_address = f"/ip{host.version}/{reachable}/tcp/{port}/p2p/{founder_id}"
-    for number in range(swarm.islands):
-        own = {
-            "swarm.slot": number,
-            "swarm.listen": f"{swarm.listen.rpartition(':')[0]}:{port if number == 0 else 0}",
-            "swarm.identity_file": str(island_dir(run_dir, number) / "identity"),
-            "swarm.initial_peers": [] if number == 0 else [founder_address],
-        }
+    own_keys = [{}] if plan.in_one_job else _keys_of_islands(swarm, run_dir, port)
+    for number, own in enumerate(own_keys):
         if not plan.gpus:
             own["run.device"] = "cpu"
         overrides = [*plan.overrides, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
@@ -148,6 +140,23 @@ def _start_islands(plan: LaunchPlan, command: IslandCommand, port: int, mark: st
         set_aside(log)
         process = start_process(command(plan, overrides), log, {**plan.environment(number), LAUNCH_MARK: mark}, lock)
         yield _Island(number, process, IslandProgress(number, plan.config.train.steps), LineTail(log), rows)
+
+
+def _keys_of_islands(swarm: SwarmSection, run_dir: Path, port: int) -> list[dict[str, object]]:
+    """How the islands of a swarm find each other, by island: what each sets for itself."""
+    founder_id = make_identity(island_dir(run_dir, 0) / "identity")
+    host, _ = host_and_port(swarm.listen)
+    reachable = ipaddress.ip_address("127.0.0.1" if host.version == 4 else "::1") if host.is_unspecified else host
+    founder_address = f"/ip{host.version}/{reachable}/tcp/{port}/p2p/{founder_id}"
+    return [
+        {
+            "swarm.slot": number,
+            "swarm.listen": f"{swarm.listen.rpartition(':')[0]}:{port if number == 0 else 0}",
+            "swarm.identity_file": str(island_dir(run_dir, number) / "identity"),
+            "swarm.initial_peers": [] if number == 0 else [founder_address],
+        }
+        for number in range(swarm.islands)
+    ]
 
 
 class _Wishes:

@@ -42,14 +42,28 @@ class LaunchPlan:
         device = "GPU" if self.gpus else "CPU"
         return f"{self.config.run.name}: {islands} island{plural[0]} x {ranks} rank{plural[1]} on {device}"
 
+    @property
+    def in_one_job(self) -> bool:
+        """Whether all islands are one ``torchrun`` job: slices of a mesh, or simulated."""
+        return self.config.exchange.type != "hivemind"
+
+    @property
+    def jobs(self) -> int:
+        """How many ``torchrun`` jobs there are to start."""
+        return 1 if self.in_one_job else self.config.swarm.islands
+
+    @property
+    def ranks_of_job(self) -> int:
+        """Processes of each of them."""
+        return self.ranks * self.config.swarm.islands if self.config.exchange.type == "process_group" else self.ranks
 
     def environment(self, number: int) -> dict[str, str]:
-        """Of the processes of island ``number``: that of the launcher, and what it adds."""
+        """Of the processes of job ``number``: that of the launcher, and what it adds."""
         patience = str(math.ceil(self.config.checkpoint.grace) + 5)  # torchrun's, should it have to end ranks itself
         own = {"PYTHONUNBUFFERED": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": patience}
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **own}
         if self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[number * self.ranks : (number + 1) * self.ranks])
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[number * self.ranks_of_job : (number + 1) * self.ranks_of_job])
         return environment
 
 
@@ -74,7 +88,7 @@ def make_plan(config_file: Path, overrides: Sequence[str], islands: int | None =
     check_grid(config, ranks)
     make_fragments(config, schema_of(meta_model(config)))
     load_corpus(config)
-    needed = ranks * config.swarm.islands
+    needed = ranks * (1 if config.exchange.type == "in_memory" else config.swarm.islands)
     if len(gpus) < needed:
         if config.run.device == "cuda":
             raise ConfigError(
@@ -108,6 +122,8 @@ def _ranks_of_an_island(config: RunConfig, num_gpus: int) -> int:
     model_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if parallel.data_parallel_size > 0:
         return parallel.data_parallel_size * model_ranks
+    if config.exchange.type == "in_memory":
+        return model_ranks
     return max(1, num_gpus // config.swarm.islands // model_ranks) * model_ranks
 
 

@@ -50,6 +50,17 @@ class Incarnation:
         details = [row.get("detail") for row in self.events("start")]
         return next((detail for detail in details if isinstance(detail, dict)), {})
 
+    @property
+    def replicas(self) -> int:
+        """Of the island, that average gradients at every step, each on sequences of its own."""
+        return self.start.get("replicas", 1)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """That its replicas have sent to each other."""
+        of_one_step = next((row["bytes_across"] for row in self.of("step") if "bytes_across" in row), 0)
+        return of_one_step * self.replicas * len(self.of("step")) if self.replicas > 1 else 0
+
     def events(self, what: str) -> list[Row]:
         """Events of one name."""
         return [row for row in self.of("event") if row.get("what") == what]
@@ -99,8 +110,9 @@ class IslandRecord:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that left this island, in rounds that came to nothing too."""
-        return sum(row.get("bytes_sent", 0) for row in self.rounds)
+        """Bytes that left this island, in rounds that came to nothing too, or its replicas."""
+        gradients = sum(incarnation.gradient_bytes for incarnation in self.incarnations)
+        return gradients + sum(row.get("bytes_sent", 0) for row in self.rounds)
 
     @cached_property
     def kept_rounds(self) -> list[Row]:

@@ -25,11 +25,12 @@ MAY_DIFFER = ("run.dir", "data.paths", "model.init_from")
 _ABSENT = "(absent)"
 
 
-def check_agreement(config: IslandConfig, process: Process, may_differ: Collection[str] = ()) -> None:
+def check_agreement(config: IslandConfig, process: Process, may_differ: Collection[str] = (), replicas: int = 1) -> None:
     """Compare configuration, model and grid with the other ranks; called on all of them, before any other collective.
 
     Args:
         may_differ: keys, or whole sections, that need not be equal, beside ``MAY_DIFFER``.
+        replicas: grids, all alike, that the ranks are divided into.
 
     Raises:
         ConfigError: on all ranks, naming those that differ from most, and in what; or weights can't be used.
@@ -43,7 +44,7 @@ def check_agreement(config: IslandConfig, process: Process, may_differ: Collecti
         **dict(_flat(config.model_dump(), {*MAY_DIFFER, *may_differ})),
         "the model's schema": schema_hash(schema_of(model))[:16],
         "the weights in model.init_from": weights.fingerprint()[:16] if weights else "",
-        "the grid": str(check_grid(config, process.world_size)),
+        "the grid": str(check_grid(config, process.world_size // replicas)),
         "the device": process.device.type,
         "torch": torch.__version__,
     }

@@ -50,13 +50,20 @@ class Checkpointer:
     Args:
         part: what is saved beside model and inner optimizer. Names of its tensors are keys in the checkpoint as they are.
         saved: how far the island was in the checkpoint that it was resumed from: one of the same moment is not written again.
+        skips: a checkpoint that is due while the one before is still being written is left out; else training waits for that one, so
+            that islands which share a job have those of the same steps.
     """
 
     def __init__(
-        self, island: Island, metrics: Metrics, part: CheckpointPart | None = None, saved: Progress | None = None
+        self,
+        island: Island,
+        metrics: Metrics,
+        part: CheckpointPart | None = None,
+        saved: Progress | None = None,
+        skips: bool = True,
     ) -> None:
         config, process = island.config, island.process
-        self._island, self._metrics, self._part = island, metrics, part
+        self._island, self._metrics, self._part, self._skips = island, metrics, part, skips
         self._saved, self._step = saved and replace(saved), saved and saved.step
         self._staging = Staging(process.device)
         self._write = CheckpointWriter(process, config.checkpoint_root, config.checkpoint, _WRITE_SECONDS)
@@ -83,7 +90,7 @@ class Checkpointer:
     def save(self, progress: Progress) -> None:
         """Begin a checkpoint, unless the one before is still being written."""
         started = time.monotonic()
-        is_writing = self._writing is not None and self._writing.thread.is_alive()
+        is_writing = self._skips and self._writing is not None and self._writing.thread.is_alive()
         if self._rank_0_says(is_writing, self._island.process.timeout):
             told = f"step {progress.step}: the one before is still being written; raise checkpoint.every, or use a faster disk"
             self._metrics.write("event", what="checkpoint_skipped", detail=told)

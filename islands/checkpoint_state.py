@@ -60,10 +60,15 @@ class Staging:
     def _memory(self, key: str, tensor: Tensor) -> Tensor:
         if key not in self._copies:
             memory = torch.empty_like(_local(tensor), device="cpu", pin_memory=self._device.type != "cpu")
-            if isinstance(tensor, DTensor):  # not by from_local: that would move it to the device of the mesh
-                memory = DTensor(memory, tensor._spec, requires_grad=False)
-            self._copies[key] = memory
+            self._copies[key] = sharded_like(tensor, memory)
         return self._copies[key]
+
+
+def sharded_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """``local`` as this rank's part of a tensor that is cut up like ``tensor``; it may be on another device."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor(local, tensor._spec, requires_grad=False)  # not by from_local: that would move it to the device of the mesh
 
 
 def _local(tensor: Tensor) -> Tensor:

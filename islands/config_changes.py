@@ -67,6 +67,8 @@ def _harm(key: str, before: Any, now: Any) -> str:
         return "with eager overlap rounds in flight, and what follows them, have another state"
     if key == "outer.sync_every" and isinstance(before, str) != isinstance(now, str):
         return "where rounds go by the clock, how far the run is was counted in tokens, and else in steps"
+    if key == "exchange.type" and "process_group" in (before, now):
+        return "replicas of one job keep the state of the outer loop in another form than islands of a swarm"
     if key in _FREE:
         return ""
     return next((why for pattern, why in _FIXED.items() if fnmatch(key, pattern)), "")

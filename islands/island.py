@@ -15,6 +15,7 @@ from islands.initialize import cast_parameters, parameter_dtype
 from islands.mesh import Grid, IslandMesh, build_mesh, check_grid
 from islands.parallelize import ParallelModel, parallelize
 from islands.process import Process
+from islands.traffic import Traffic
 from islands.train_step import TrainStep
 from islands.watchdog import Watchdog
 
@@ -59,7 +60,11 @@ def load_corpus(config: IslandConfig) -> Corpus:
 
 @dataclass(frozen=True)
 class Island:
-    """What a rank needs to train: its part of the model, and how to step and evaluate it."""
+    """What a rank needs to train: its part of the model, and how to step and evaluate it.
+
+    Attributes:
+        traffic: where the job has replicas, whose links may be slow.
+    """
 
     config: IslandConfig
     process: Process
@@ -71,35 +76,43 @@ class Island:
     evaluation: Evaluation
     corpus: Corpus
     watchdog: Watchdog
+    traffic: Traffic | None = None
 
     def evaluate(self) -> float:
         """Held-out loss, in nats a token, of the parameters as they are."""
         return self.evaluation(self.model.forward_backward)
 
     def batches(self, max_slots: int = 1) -> Batches:
-        """The training batches, of which each island takes those of its slot."""
-        config, data = self.config, self.mesh.data
+        """The training batches, of which each island takes those of its slot, and each of its replicas those of a slot of its own."""
+        config, grid = self.config, self.grid
+        replica, data_rank = divmod(self.mesh.data.get_local_rank(), grid.data)
         samples = num_samples(self.corpus.train, config.data.seq_len)
         return Batches(
             self.corpus.train,
             config.data.seq_len,
             config.train.global_batch_size,
             Sampler(samples, config.run.seed, max_slots),
-            data.get_local_rank(),
-            data.size(),
+            data_rank,
+            grid.data,
+            replica,
         )
 
 
-def build_island(config: IslandConfig, process: Process, corpus: Corpus) -> Island:
-    """Make this rank's part of the island; called on all ranks alike."""
-    train = config.train
-    grid = check_grid(config, process.world_size)
-    mesh = build_mesh(grid, process)
+def build_island(config: IslandConfig, process: Process, corpus: Corpus, grid: Grid | None = None, job: Process | None = None) -> Island:
+    """Make this rank's part of the island; called on all ranks of the job alike.
+
+    Args:
+        grid: default that of an island which is all there is.
+        job: this process among all ranks of the job, where they are several islands.
+    """
+    train, job = config.train, job or process
+    grid = grid or check_grid(config, process.world_size)
+    mesh = build_mesh(grid, job)
     model = parallelize(meta_model(config), grid, mesh, process, config)
     parameters = [parameter for part in model.parts for parameter in part.parameters()]
     optimizer = plugins.build("islands.optimizers", config.optimizer, parameters)
     data_group = mesh.data.get_group()
-    watchdog = Watchdog(process, Path(config.run.dir) / "flight_recorder")
+    watchdog = Watchdog(job, Path(config.run.dir) / "flight_recorder")
     return Island(
         config,
         process,
@@ -111,4 +124,10 @@ def build_island(config: IslandConfig, process: Process, corpus: Corpus) -> Isla
         Evaluation(corpus.held_out, config.data.seq_len, train.eval_sequences, data_group, process.device),
         corpus,
         watchdog,
+        _traffic(grid, process),
     )
+
+
+def _traffic(grid: Grid, process: Process) -> Traffic | None:
+    many = grid.replicas * grid.islands > 1
+    return Traffic(process, grid.replicas, process.world_size // grid.replicas) if many else None

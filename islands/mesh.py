@@ -1,10 +1,11 @@
-"""The device mesh of an island, and every check on its shape."""
+"""The device mesh of a job, and every check on its shape."""
 
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from islands import plugins
 from islands.config import IslandConfig
@@ -17,25 +18,39 @@ AXES = ("island", "pipeline", "replicate", "shard", "tensor")
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of the mesh axes of one island."""
+    """Sizes of the mesh axes of one island.
+
+    Attributes:
+        replicas: grids of these sizes that are one island: they average gradients at every step, and each trains on the batch of a slot
+            of its own.
+        islands: islands of this shape in the job, side by side; each trains on its own.
+    """
 
     pipeline: int
     replicate: int
     shard: int
     tensor: int
+    replicas: int = 1
+    islands: int = 1
 
     @property
     def data(self) -> int:
-        """Ranks that see different samples."""
+        """Ranks that split the batch of a slot."""
         return self.replicate * self.shard
 
     @property
+    def copies(self) -> int:
+        """Of each shard, all of which get the same gradient."""
+        return self.replicas * self.replicate
+
+    @property
     def world_size(self) -> int:
-        """Ranks in all."""
-        return self.pipeline * self.data * self.tensor
+        """Ranks of the job."""
+        return self.islands * self.replicas * self.pipeline * self.data * self.tensor
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES[1:])
+        sizes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES[1:])
+        return f"{self.replicas} x ({sizes})" if self.replicas > 1 else sizes
 
 
 def check_grid(config: IslandConfig, world_size: int) -> Grid:
@@ -116,16 +131,19 @@ def _nearest_multiples(number: int, factor: int) -> str:
 
 @dataclass(frozen=True)
 class IslandMesh:
-    """The mesh (island, pipeline, replicate, shard, tensor), and ``data``: replicate x shard, the ranks that split the batch."""
+    """The mesh (island, pipeline, replicate, shard, tensor), and ``data``: replicate x shard, the ranks of an island that see different
+    samples; those of one replica are neighbours in it."""
 
     root: DeviceMesh
     data: DeviceMesh
 
 
 def build_mesh(grid: Grid, process: Process) -> IslandMesh:
-    """Arrange the ranks of the island; called on all of them alike."""
-    sizes = (1, grid.pipeline, grid.replicate, grid.shard, grid.tensor)
-    root = init_device_mesh(process.device.type, sizes, mesh_dim_names=AXES)
+    """Arrange the ranks of the job; called on all of them alike. Those of an island are neighbours, and so are those of a replica: they
+    are on one node where it has as many."""
+    sizes = (grid.islands, grid.replicas, grid.pipeline, grid.replicate, grid.shard, grid.tensor)
+    ranks = torch.arange(grid.world_size).view(sizes).transpose(1, 2).flatten(2, 3)  # replicas and replicate are one axis
+    root = DeviceMesh(process.device.type, ranks, mesh_dim_names=AXES)
     data = root["replicate", "shard"]._flatten("data")
     groups = [*root.get_all_groups(), data.get_group()]
     if grid.tensor > 1:  # DTensor finds it, and sums a norm over both axes at once

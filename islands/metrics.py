@@ -18,10 +18,11 @@ _SECONDS_BETWEEN_STEP_LINES = 5.0
 class Metrics:
     """Writes rows of one island; on ranks other than the first it does nothing.
 
-    Every row carries ``kind``, ``island`` and ``time`` (Unix seconds); a number that is not finite is null there. See "Command line and files" in the documentation for each kind's keys.
+    ``shows``: also lines on the console. Every row carries ``kind``, ``island`` and ``time`` (Unix seconds); a number that is not finite is null there. See "Command line and files" in the documentation for each kind's keys.
     """
 
-    def __init__(self, folder: Path, island: int, enabled: bool, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, island: int, enabled: bool, tensorboard: bool = False, shows: bool = True) -> None:
+        self._shows = shows
         self._island, self._file, self._board, self._last_step_line = island, None, None, -_SECONDS_BETWEEN_STEP_LINES
         if not enabled:
             return
@@ -53,6 +54,8 @@ class Metrics:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _show(self, kind: str, values: dict[str, Any]) -> None:
+        if not self._shows:
+            return
         if kind == "step":
             if time.monotonic() - self._last_step_line < _SECONDS_BETWEEN_STEP_LINES:
                 return

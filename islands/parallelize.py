@@ -72,7 +72,7 @@ def _data_parallel(part: nn.Module, grid: Grid, mesh: IslandMesh, config: Island
     if strategy == "ddp":
         cut = grid.tensor > 1 or grid.pipeline > 1
         return ddp.replicate_model(part, mesh.root["replicate"], precision) if cut else None
-    axes = mesh.root["shard"]
+    axes = mesh.root["replicate", "shard"] if grid.copies > 1 else mesh.root["shard"]
     if strategy == "hybrid_shard":
         strategy, axes = parallel.shard_strategy, mesh.root["replicate", "shard"]
     return fsdp.shard_model(part, axes, strategy, precision, parallel.cpu_offload)

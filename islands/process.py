@@ -6,7 +6,7 @@ import os
 import pickle
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Iterator
 
@@ -24,6 +24,7 @@ class Process:
         device: where this rank computes.
         timeout: seconds until a collective that hangs is an error.
         store: where the ranks can leave messages for each other without a collective.
+        group: the ranks of the island, for CPU tensors; None where they are all ranks of the job.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Process:
     device: torch.device
     timeout: float
     store: dist.Store
+    group: dist.ProcessGroup | None = None
 
 
 def world_size() -> int:
@@ -90,13 +92,28 @@ def num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def one_of(process: Process, islands: int) -> Process:
+    """This process among the ranks of its island, where a job is ``islands`` of them, each of neighbouring ranks. Called on all ranks alike."""
+    size = process.world_size // islands
+    island, rank = divmod(process.rank, size)
+    ranks = list(range(island * size, (island + 1) * size))
+    store = dist.PrefixStore(f"island{island}", process.store)
+    return replace(process, rank=rank, world_size=size, store=store, group=_gloo_group(ranks, process.timeout))
+
+
 def background_group(process: Process, timeout: float | None = None) -> dist.ProcessGroup:
-    """A group of all ranks for CPU tensors, to be used by one thread while another one trains. Called on all ranks alike.
+    """A group of all ranks of the island for CPU tensors, to be used by one thread while another one trains. Called on all of them alike.
 
     Args:
         timeout: seconds until a collective that hangs is an error; default that of the process.
     """
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout or process.timeout))
+    ranks = dist.get_process_group_ranks(process.group) if process.group else None
+    return _gloo_group(ranks, timeout or process.timeout)
+
+
+def _gloo_group(ranks: list[int] | None, timeout: float) -> dist.ProcessGroup:
+    """Of all ranks of the job (None), or of some: then the others need not know."""
+    return dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=ranks is not None)
 
 
 def is_collective_failure(error: BaseException) -> bool:

@@ -48,13 +48,16 @@ class Chosen:
         return dict(step=self.manifest.step, folder=str(self.folder), changes=[str(change) for change in self.changes])
 
 
-def choose(config: IslandConfig, slot: int | None, told: Callable[[str], None], restarted: bool = False) -> Chosen | None:
+def choose(
+    config: IslandConfig, slot: int | None, told: Callable[[str], None], restarted: bool = False, at_most: int | None = None
+) -> Chosen | None:
     """The checkpoint that ``train.resume`` leads to; None to start afresh. It reads every byte; on one rank, before any collective.
 
     Args:
         slot: of the island; None, where it does not know that yet: all checkpoints there count as its own.
         told: takes a line for each thing that a person should know: damaged checkpoints, and what is resumed.
         restarted: torchrun has started the ranks again; what they have written themselves comes first, whatever ``train.resume`` says.
+        at_most: only checkpoints up to this step.
 
     Raises:
         ConfigError: there is no whole checkpoint at the path, or it does not fit the configuration.
@@ -63,8 +66,8 @@ def choose(config: IslandConfig, slot: int | None, told: Callable[[str], None], 
     candidates = files.find(root, slot) if resume == "auto" or restarted else []
     if resume not in ("auto", "never"):
         candidates += _below(Path(resume).expanduser(), slot)
-    found = _newest_whole(candidates, told)
-    if found is None and resume not in ("auto", "never"):
+    found = _newest_whole([each for each in candidates if at_most is None or files.step_of(each) <= at_most], told)
+    if found is None and resume not in ("auto", "never") and at_most is None:
         whose = "" if slot is None else f" of island {slot}"
         raise ConfigError(
             f"train.resume={resume}: there is no whole checkpoint{whose} there; give a folder island-<slot>, one step-<number>, one that "
@@ -170,9 +173,9 @@ def load(island: Island, chosen: Chosen, extra: dict[str, Tensor] | None = None)
         if section == "optimizer" and name in parameters:
             wanted[key] = state[name][what] = _empty(entry, parameters[name])
     generators = {key: now for key, now in random_states(island.process).items() if key in stored}
-    alone = island.process.world_size == 1
+    alone, reader = island.process.world_size == 1, dcp.FileSystemReader(chosen.folder)
     try:
-        dcp.load(wanted | generators | (extra or {}), storage_reader=dcp.FileSystemReader(chosen.folder), no_dist=alone)
+        dcp.load(wanted | generators | (extra or {}), storage_reader=reader, process_group=island.process.group, no_dist=alone)
     except CheckpointException as error:  # not an Exception, so most would not catch it
         raise RuntimeError(f"{chosen.folder} can't be read: {error}") from error
     for name, values in state.items():

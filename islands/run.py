@@ -1,5 +1,6 @@
 """Train one island alone: a plain sharded trainer."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Callable
@@ -23,20 +24,24 @@ from islands.train_loop import train
 _SLOT = 0  # of an island without others
 
 
-def run_alone(config: IslandConfig) -> None:
+def run_alone(config: IslandConfig, replicas: int = 1, max_slots: int = 1) -> None:
     """Check everything, then start the ranks and train, from the checkpoint that ``train.resume`` leads to.
+
+    Args:
+        replicas: of the grid that ``config`` describes: hybrid shard, as they average gradients at every step. Each trains on the batches
+            of a slot of its own, of ``max_slots``.
 
     Raises:
         ConfigError: before any process group exists, or when the ranks were started with different configurations.
     """
-    check_grid(config, world_size())
+    grid = replace(check_grid(config, world_size() // replicas), replicas=replicas)
     corpus, device = load_corpus(config), pick_device(config.run.device)
     told, restarted = partial(print, flush=True), num_restarts() > 0
     chosen = _choose(config, told, restarted) if is_first_rank() else None
     with process_group(device, config.run.timeout) as process, Stopping(process, config.checkpoint.grace) as stopping:
-        check_agreement(config, process)
+        check_agreement(config, process, replicas=replicas)
         chosen = FirstRankSays(process, "checkpoint to resume from")(chosen, config.run.timeout)
-        island = build_island(config, process, corpus)
+        island = build_island(config, process, corpus, grid)
         progress = resume.load(island, chosen) if chosen else None
         if is_first_rank():
             resume.leave_behind(config, _SLOT, chosen, told, restarted)
@@ -44,7 +49,7 @@ def run_alone(config: IslandConfig) -> None:
         if chosen:
             metrics.write("event", what="resumed", detail=chosen.event)
         with Checkpointer(island, metrics, saved=progress) as checkpointer:
-            if train(island, island.batches(), metrics, progress=progress, checkpointer=checkpointer, stop=stopping):
+            if train(island, island.batches(max_slots), metrics, progress=progress, checkpointer=checkpointer, stop=stopping):
                 metrics.write("event", what="end", detail="all steps done")
             else:
                 metrics.write("event", what="stopped", detail="as asked; started again, it goes on from its last checkpoint")
@@ -62,21 +67,23 @@ def _choose(config: IslandConfig, told: Callable[[str], None], restarted: bool) 
     return chosen
 
 
-def open_metrics(island: Island, slot: int, continues: bool = False) -> Metrics:
+def open_metrics(island: Island, slot: int, continues: bool = False, shows: bool = True) -> Metrics:
     """Metrics of the island in ``slot``, with the resolved configuration beside them and a first row that says what runs.
 
     Args:
         continues: what an earlier process left in the island's folder belongs to this run too.
+        shows: also lines on the console.
     """
     config, process, folder = island.config, island.process, Path(island.config.run.dir)
     first = process.rank == 0
     if first:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.resolved.yaml").write_text(dump_config(config))
-    metrics = Metrics(folder / f"island-{slot}", slot, first, config.run.tensorboard)
+    metrics = Metrics(folder / f"island-{slot}", slot, first, config.run.tensorboard, shows)
     detail = dict(
         parameters=num_parameters(config),
         ranks=process.world_size,
+        replicas=island.grid.replicas,
         grid=str(island.grid),
         device=str(process.device.type),
         steps=config.train.steps,

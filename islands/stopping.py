@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Callable, NoReturn, Self
 
 import torch.distributed as dist
 
@@ -37,10 +37,15 @@ class StopAgreement:
     A rank leaves its wish in the store. Rank 0, when it finds one after step s, announces s + 1 as the last step, before it begins that
     step. No rank can be done with step s + 1 without what rank 0 has given to its loss and gradient norm, which each rank waits for and
     reads. So each finds the announcement after step s + 1 at the latest, and nobody stops before.
+
+    Attributes:
+        known_after: where ranks do not meet in every step, the step that none can be done with before it could know what rank 0 says
+            after step s; by default s + 1.
     """
 
     def __init__(self, process: Process) -> None:
         self._rank, self._alone = process.rank, process.world_size == 1
+        self.known_after: Callable[[int], int] = lambda step: step + 1
         self._store = process.store.clone()  # of its own: the other may be held by a long wait
         self._stop_at: int | None = None
 
@@ -55,7 +60,7 @@ class StopAgreement:
     def reached(self, step: int) -> bool:
         """Whether ``step``, which is done, was the last one. Does not wait, and asks the store once."""
         if self._stop_at is None and self._rank == 0 and self.wished():
-            self._stop_at = step if self._alone else step + 1
+            self._stop_at = step if self._alone else self.known_after(step)
             self._store.set(_STOP_AT, str(self._stop_at))
         elif self._stop_at is None and self._rank != 0 and self._store.check([_STOP_AT]):
             self._stop_at = int(self._store.get(_STOP_AT))
@@ -102,12 +107,16 @@ class Stopping:
         self._thread.join()
         self._receiver.close()
 
+    def ranks_meet(self, known_after: Callable[[int], int]) -> None:
+        """They do so less often than in every step: see :attr:`StopAgreement.known_after`."""
+        self._agreement.known_after = known_after
+
     def agreed(self, step: int) -> bool:
         """Called by every rank after each inner step, with a number that grows by one and is the same on all ranks.
 
         Returns:
-            Whether to stop now: True on all ranks at the same step, the one after that in which any rank was asked. Costs one
-            question to the store, which does not wait.
+            Whether to stop now: True on all ranks at the same step, that at which all of them know it. Costs one question to the store,
+            which does not wait.
         """
         return self._agreement.reached(step)
 

@@ -1,6 +1,7 @@
 """The loop: batch, step, hooks, metrics, evaluation, checkpoint."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol, Sequence
 
@@ -84,7 +85,8 @@ def _train(
         started, lr_step = time.monotonic(), progress.lr_step
         inputs, targets = batches.at(progress.slot, progress.position)
         lr = learning_rate(island.config.optimizer, lr_step, config.steps, config.global_batch_size)
-        result = island.train_step(inputs.to(island.process.device), targets.to(island.process.device), lr)
+        with island.traffic.step() if island.traffic else nullcontext():
+            result = island.train_step(inputs.to(island.process.device), targets.to(island.process.device), lr)
         seconds = time.monotonic() - started
         done += 1
         progress.step += 1
@@ -109,6 +111,7 @@ def _train(
             **island.model.forward_backward.measurements(),
             **performance.end_step(reached.step, result.tokens / seconds),
             **(checkpointer.measurements() if checkpointer else {}),
+            **(island.traffic.measurements() if island.traffic else {}),
         )
         non_finite = 0 if result.applied else _report_non_finite(metrics, reached.step, result.grad_norm, non_finite + 1)
         ends = progress.lr_step >= config.steps

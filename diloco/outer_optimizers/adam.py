@@ -48,7 +48,8 @@ class Adam:
         torch.mul(state["square"], self.beta2, out=square)
         square.add_((pseudo_gradient * pseudo_gradient).mul_(1 - self.beta2))
         seen_mean, seen_square = 1 - power(self.beta1, height + 1), 1 - power(self.beta2, height + 1)
-        root = torch.from_numpy(np.sqrt(square.numpy()))  # correctly rounded, which torch's own is not everywhere
+        # Correctly rounded, which torch's own is not on every CPU.
+        root = torch.from_numpy(np.sqrt(square.numpy())) if square.device.type == "cpu" else square.sqrt()
         divisor = root.mul_(1 / math.sqrt(seen_square)).add_(self.eps)
         torch.sub(anchor, (mean * (lr / seen_mean)).div_(divisor), out=out_anchor)
 

@@ -30,7 +30,7 @@ class OuterOptimizer(Protocol):
         out_anchor: Tensor,
         out_state: Mapping[str, Tensor],
     ) -> None:
-        """Write the next anchor and state into ``out_*``; the inputs are left as they are.
+        """Write the next anchor and state into ``out_*``, which may be the inputs themselves; else those are left as they are.
 
         Args:
             height: rounds of this fragment that were committed before (0 at the first).

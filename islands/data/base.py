@@ -94,20 +94,21 @@ class Batches:
     """Batches of the training text by position: a pure function, so that any of them is a start.
 
     Args:
-        data_rank, data_ranks: this rank among those of its island that split the batch.
+        data_rank, data_ranks: this rank among those that split the batch of a slot.
+        replica: of those of an island, which take the batches of as many slots, from the island's on.
     """
 
     def __init__(
-        self, tokens: np.ndarray, seq_len: int, batch_size: int, sampler: Sampler, data_rank: int, data_ranks: int
+        self, tokens: np.ndarray, seq_len: int, batch_size: int, sampler: Sampler, data_rank: int, data_ranks: int, replica: int = 0
     ) -> None:
-        self._tokens, self._seq_len, self._sampler = tokens, seq_len, sampler
+        self._tokens, self._seq_len, self._sampler, self._replica = tokens, seq_len, sampler, replica
         share = batch_size // data_ranks
         self._rows = np.arange(data_rank * share, (data_rank + 1) * share)
 
     def at(self, slot: int, position: int) -> tuple[Tensor, Tensor]:
         """This rank's share of the batch that starts at sequence ``position`` of ``slot``: inputs and targets, int64
         (share, seq_len)."""
-        return windows(self._tokens, self._sampler(position + self._rows, slot), self._seq_len)
+        return windows(self._tokens, self._sampler(position + self._rows, slot + self._replica), self._seq_len)
 
 
 def num_samples(tokens: np.ndarray, seq_len: int) -> int:

@@ -1,0 +1,54 @@
+"""What a checkpoint tells, beside tensors, of the rounds of islands that share a job."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from diloco.exchange.base import Work
+
+_KEY = "cluster"  # tells them from those of an island of a swarm
+
+
+@dataclass(frozen=True)
+class FragmentFacts:
+    """Of a :class:`~diloco.shard_state.ShardState`."""
+
+    height: int
+    step: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class FlightFacts:
+    """A round that is averaged and has not landed.
+
+    Attributes:
+        square, squares: of what the island moved by, and the sum of those of all islands; as text, since JSON knows no infinity.
+    """
+
+    fragment: int
+    work: Work
+    inner_step: int
+    height: int
+    square: str
+    squares: str
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """All of it; ``fragments``, and the uncounted ``work`` (start, tokens) of each, in their order."""
+
+    fragments: tuple[FragmentFacts, ...]
+    work: tuple[tuple[int, int], ...]
+    inner_step: int
+    flights: tuple[FlightFacts, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Values that JSON holds exactly."""
+        return {_KEY: asdict(self)}
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "ClusterFacts | None":
+        """The inverse of :meth:`to_json`; None where they are of another kind of run. Raises ``pydantic.ValidationError``."""
+        return TypeAdapter(ClusterFacts).validate_python(values[_KEY]) if _KEY in values else None
