@@ -1,6 +1,7 @@
 """What a run will need and how fast it will be, from its configuration, a link and the time of a step; and what else would do.
 
-Nothing is started: the model has shapes and no memory. What exchanges cost the processor is timed on one chunk (:mod:`diloco.planner_costs`).
+Nothing is started: the model has shapes and no memory. What a round costs the processor is timed on one chunk
+(:mod:`diloco.planner_costs`).
 """
 
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from diloco.config import RunConfig
 from diloco.from_config import make_layout, make_wire
 from diloco.link_model import Link, Pace, Prediction, RoundLoad, predict
 from diloco.planner_costs import ChunkCosts, measure_costs
-from diloco.planner_state import HostBytes, host_bytes
+from diloco.planner_state import OuterBytes, host_bytes, shard_bytes
 from diloco.reduction import CHUNK, Wire
-from diloco.round_bytes import RoundBytes, round_bytes
+from diloco.round_bytes import RoundBytes, all_reduce_bytes, round_bytes
 from islands import plugins
 from islands.config_file import ConfigError, parse_config
 from islands.fragments import Schema, cut, schema_of
@@ -61,12 +62,16 @@ class Planner:
         config: of the run.
         ranks: of an island.
 
+    Attributes:
+        in_job: the islands are one job, whose ranks average their shards where they lie (``exchange.type: process_group``).
+
     Raises:
         ConfigError: the ranks don't make up the grid, or the model can't be cut into the fragments.
     """
 
     def __init__(self, config: RunConfig, ranks: int) -> None:
         self.config, self.ranks, self.islands = config, ranks, config.swarm.islands
+        self.in_job = config.exchange.type == "process_group"
         self.grid: Grid = check_grid(config, ranks)
         self.schema: Schema = schema_of(meta_model(config))
         self.numel = sum(parameter.numel for parameter in self.schema)
@@ -94,7 +99,7 @@ class Planner:
     def rounds(self, setting: Setting) -> list[RoundBytes]:
         """Of each fragment."""
         wire = self.wire(setting.codec)
-        return [round_bytes(wire, numel, self.islands) for numel in self.sizes(setting.fragments)]
+        return [self._round_bytes(wire, numel) for numel in self.sizes(setting.fragments)]
 
     def traffic(self, setting: Setting) -> Traffic:
         """What goes over the link."""
@@ -118,11 +123,13 @@ class Planner:
         """Of a rank."""
         return estimate(self.config, self.grid)
 
-    def host(self, step_seconds: float = 1.0) -> HostBytes:
-        """Of the exchange, beside rank 0."""
-        setting = self.setting(step_seconds)
+    def outer(self, step_seconds: float = 1.0) -> OuterBytes:
+        """Of the exchange: on the host of rank 0, or on every rank where the islands are one job."""
+        setting, grid = self.setting(step_seconds), self.grid
         layout = make_layout(self.config, self.sizes(setting.fragments))
         pace = Pace(step_seconds, setting.sync_every, setting.fragments, setting.overlap)
+        if self.in_job:
+            return shard_bytes(layout, grid.pipeline * grid.shard * grid.tensor, pace)
         return host_bytes(layout, self.wire(setting.codec), self.islands, pace)
 
     def bubble(self) -> float | None:
@@ -154,9 +161,18 @@ class Planner:
     def _measure(self, codec: str) -> ChunkCosts:
         return measure_costs(self.wire(codec), make_layout(self.config, (CHUNK,)), self.islands)
 
+    def _round_bytes(self, wire: Wire, numel: int) -> RoundBytes:
+        if self.in_job:
+            return all_reduce_bytes(wire, numel, self.islands, self.grid.copies)
+        return round_bytes(wire, numel, self.islands)
+
     def _make_loads(self, codec: str, fragments: int) -> list[RoundLoad]:
-        costs, sizes, wire = self._costs(codec), self.sizes(fragments), self.wire(codec)
-        return [self._load(round_bytes(wire, numel, self.islands), numel, costs) for numel in sizes]
+        sizes, wire = self.sizes(fragments), self.wire(codec)
+        if self.in_job:  # on the device, beside which all that the processor would do is little
+            each_way = [self._round_bytes(wire, numel).each_way for numel in sizes]
+            return [RoundLoad(self.islands, num_bytes, 0.0, 0.0, 0.0) for num_bytes in each_way]
+        costs = self._costs(codec)
+        return [self._load(self._round_bytes(wire, numel), numel, costs) for numel in sizes]
 
     def _load(self, traffic: RoundBytes, numel: int, costs: ChunkCosts) -> RoundLoad:
         return RoundLoad(

@@ -37,7 +37,7 @@ def answer(planner: Planner, question: Question) -> dict[str, Any]:
     steps = STEP_SECONDS if step is None else (step,)
     rates = BITS_PER_SECOND if question.bits_per_second is None else (question.bits_per_second,)
     links = [Link(rate, question.rtt, max(1, config.swarm.data_connections)) for rate in rates]
-    memory, host, open_ends = planner.memory(), planner.host(step or 1.0), len(steps) * len(links) > 1
+    memory, outer, open_ends = planner.memory(), planner.outer(step or 1.0), len(steps) * len(links) > 1
     return {
         "run": config.run.name,
         "exchange": config.exchange.type,
@@ -49,7 +49,7 @@ def answer(planner: Planner, question: Question) -> dict[str, Any]:
         "micro_batches": num_micro_batches(config, planner.grid.data),
         "pipeline_bubble": planner.bubble(),
         "question": asdict(question),
-        "memory": {"rank": {**asdict(memory), "total": memory.total}, "outer": {**asdict(host), "total": host.total}},
+        "memory": {"rank": {**asdict(memory), "total": memory.total}, "outer": {**asdict(outer), "total": outer.total}},
         "traffic": _traffic(planner, step),
         "predictions": [_prediction(planner, link, seconds) for link in links for seconds in steps],
         "choices": None if open_ends else _choices(planner, links[0], steps[0], question.target),

@@ -1,44 +1,65 @@
 """What a plan can measure before a run: the time of a step of this configuration on this machine, and the way to a member."""
 
-import json
+import os
 import re
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from statistics import median
 from typing import Sequence
 
+from diloco.launch_processes import LAUNCH_MARK, end_all, start_process
+from diloco.run_files import RowTail, metrics_file
 from islands.config_file import ConfigError
 
 _STEPS, _WARM_UPS = 8, 3  # the first ones touch memory, fill caches, compile
-_STEP_LIMIT_SECONDS = 1800.0
+_MANY_STEPS = 1_000_000
+_LIMIT_SECONDS = 1800.0  # a large model is long in coming, and compiling longer
+_LOOK_SECONDS = 0.1
+_LINES_TOLD = 10
+_LOG = "log.txt"
 _CONNECT_SECONDS = 5.0
 _CONNECTS = 3
 _HOST_AND_PORT = re.compile(r"/(?:ip[46]|dns[46]?)/([^/]+)/tcp/(\d+)/")
 
 
 def probe_step_seconds(config_file: Path, overrides: Sequence[str], ranks: int) -> float:
-    """Seconds of an inner step: the median of some real ones, of one island by itself.
+    """Seconds of an inner step: the median of some real ones, of one island by itself, which then is killed: it writes no checkpoint.
 
     Raises:
         ConfigError: the steps can't be done here; with what the island said.
     """
-    with tempfile.TemporaryDirectory(prefix="diloco-plan-") as folder:
-        alone = [f"run.dir={folder}", f"train.steps={_STEPS}", "train.resume=never", "train.eval_every=0", "optimizer.warmup_steps=0"]
+    with tempfile.TemporaryDirectory(prefix="diloco-plan-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        alone = [f"run.dir={folder}", f"train.steps={_MANY_STEPS}", "train.resume=never", "train.eval_every=0", "train.profile=[]"]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        command = [sys.executable, *torchrun, "-m", "islands", str(config_file), *overrides, *alone, "train.profile=[]"]
+        command = [sys.executable, *torchrun, "-m", "islands", str(config_file), *overrides, *alone, "checkpoint.every=0"]
+        mark = uuid.uuid4().hex
+        with open(os.devnull) as nothing:  # start_process hands something on
+            environment = {**os.environ, LAUNCH_MARK: mark}
+            island = start_process(command, folder / _LOG, environment, inherited=nothing.fileno())
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_STEP_LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise ConfigError(f"--probe: {_STEPS} steps were not done within {_STEP_LIMIT_SECONDS:g} s; give --step-seconds") from None
-        if done.returncode:
-            said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-10:])
-            raise ConfigError(f"--probe: the steps could not be done on this machine; give --step-seconds instead\n{said}")
-        rows = map(json.loads, (Path(folder) / "island-0" / "metrics.jsonl").read_text().splitlines())
-        return median(row["step_seconds"] for row in rows if row["kind"] == "step" and row["step"] > _WARM_UPS)
+            return median(_first_steps(island, folder)[_WARM_UPS:])
+        finally:
+            end_all([island], mark, at_once=lambda: True)
+            island.wait()
+
+
+def _first_steps(island: subprocess.Popen[bytes], folder: Path) -> list[float]:
+    tail, seconds, deadline = RowTail(metrics_file(folder, 0)), list[float](), time.monotonic() + _LIMIT_SECONDS
+    while len(seconds) < _STEPS:
+        ended = island.poll() is not None
+        seconds += [row["step_seconds"] for row in tail.read() if row["kind"] == "step"]
+        if (ended and len(seconds) < _STEPS) or time.monotonic() > deadline:
+            why = "the steps could not be done on this machine" if ended else f"{_STEPS} steps were not done within {_LIMIT_SECONDS:g} s"
+            said = (folder / _LOG).read_text(errors="replace").strip().splitlines()[-_LINES_TOLD:]
+            raise ConfigError("\n".join([f"--probe: {why}; give --step-seconds instead", *said]))
+        time.sleep(_LOOK_SECONDS)
+    return seconds
 
 
 def probe_rtt(addresses: Sequence[str]) -> float:

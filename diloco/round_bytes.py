@@ -33,3 +33,13 @@ def round_bytes(wire: Wire, numel: int, islands: int) -> RoundBytes:
     if chunks < islands:  # all of a chunk has come before the first byte of its mean leaves
         each_way = others * max(shares) * (contribution + mean)
     return RoundBytes(sum(sent) / islands, each_way, chunks)
+
+
+def all_reduce_bytes(wire: Wire, numel: int, islands: int, copies: int) -> RoundBytes:
+    """Of a fragment that the ranks of one job average, each the shards that it holds.
+
+    Args:
+        copies: ranks of an island that hold the same shard, each of which sends it.
+    """
+    ring = 2 * (islands - 1) / islands * copies * wire.contribution.bits / 8 * numel
+    return RoundBytes(ring, ring, num_chunks(numel))

@@ -48,7 +48,7 @@ def test_host_bytes_are_those_of_the_shared_memory_that_the_trainer_makes(outer:
     found = planner(outer=outer)
     layout = make_layout(found.config, found.sizes(found.config.outer.fragments))
     really = OuterState(layout)._memory.num_bytes
-    assert 0 <= really - found.host().shared_memory < 0.05 * really  # positions, digests and padding of a tiny model
+    assert 0 <= really - found.outer().shared_memory < 0.05 * really  # positions, digests and padding of a tiny model
 
 
 def test_bytes_of_a_round_by_hand() -> None:
@@ -73,6 +73,20 @@ def test_traffic_counts_every_fragment_once_in_a_period() -> None:
     traffic = found.traffic(found.setting(1.0))
     assert traffic.bytes_per_step * 10 == pytest.approx(2 * traffic.round_bytes) == pytest.approx(found.numel * 4.25 / 8)
     assert traffic.data_parallel_bytes == 4 * found.numel
+
+
+def test_islands_of_one_job_hold_and_send_shards() -> None:
+    config = small_config(
+        exchange={"type": "process_group"}, swarm={"islands": 2}, train={"precision": "fp32"}, parallel={"data_parallel_size": 2}
+    )
+    sharded = Planner(config, ranks=2)
+    outer, traffic = sharded.outer(), sharded.traffic(sharded.setting(1.0))
+    assert outer.anchor == outer.optimizer == 4 * sharded.numel // 2
+    assert traffic.round_bytes == 4 * sharded.numel  # a ring of two islands: what each has, once
+    section = config.parallel.model_copy(update={"data_parallel_strategy": "ddp"})
+    copied = Planner(config.model_copy(update={"parallel": section}), ranks=2)
+    assert copied.traffic(copied.setting(1.0)).round_bytes == 2 * traffic.round_bytes
+    assert all(choice.setting.codec in ("none", "bf16", "int8") for choice in choices(sharded, SLOW_LINK, 0.1, 0.5))
 
 
 # Time.
@@ -195,6 +209,7 @@ def test_the_way_to_a_member_is_measured_and_one_that_nobody_reaches_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_step_is_measured_by_doing_some() -> None:
     assert 0 < probe_step_seconds(QUICKSTART, ["train.global_batch_size=2", "run.device=cpu"], ranks=2) < 30
     with pytest.raises(ConfigError, match="could not be done on this machine(.|\n)*train.stepz: unknown key"):
