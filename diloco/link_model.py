@@ -12,6 +12,8 @@ from islands.config_file import ConfigError
 #: Round trips that a round takes beside its bytes, counted in the code and measured: the offer and the proposal each go one way; the
 #: first bytes do, and the last mean or the end of the stream; the votes go there and are acknowledged.
 ROUND_TRIPS = 3.0
+#: What daemons and event loops need for a round's messages: rounds of 57,000 parameters took so much longer than their round trips.
+MESSAGES_SECONDS = 0.02
 #: Bytes that a TCP connection may send before the first is acknowledged, 10 segments of 1448 (RFC 6928); after a pause again.
 FIRST_WINDOW_BYTES = 14480
 #: Share of a link's rate that is left beside the headers of Ethernet, IP and TCP (1448 of 1538 bytes), while the acknowledgements of
@@ -134,7 +136,7 @@ def round_seconds(link: Link, load: RoundLoad) -> float:
     wire = line_seconds(link, size) + slow_start_seconds(link, size) + settling_seconds(link, size)
     applying = load.decode_seconds + load.step_seconds
     beside = max(wire, applying) + min(wire, applying) / load.chunks
-    return load.encode_seconds + ROUND_TRIPS * link.rtt + beside
+    return load.encode_seconds + MESSAGES_SECONDS + ROUND_TRIPS * link.rtt + beside
 
 
 def predict(link: Link, load: RoundLoad, pace: Pace) -> Prediction:

@@ -182,7 +182,7 @@ def _print_choices(found: dict[str, Any], console: Console) -> None:
     if not found["choices"]:
         console.print(f"\n[yellow]Nothing that this command tries reaches {target:.0%} on this link.[/]\n")
         return
-    console.print(f"\n[bold]Settings that compute {target:.0%} of the time[/] [dim](what the loss should mind least comes first)[/]\n")
+    console.print(f"\n[bold]Settings that compute {target:.0%} of the time[/] [dim](least harm to the loss first)[/]\n")
     table = _table("sync_every", "codec", "fragments", "overlap", "a round", "computing", "sent a step")
     for choice in found["choices"]:
         cells = [str(choice[key]) for key in ("sync_every", "codec", "fragments", "overlap")]
@@ -194,7 +194,7 @@ def _print_choices(found: dict[str, Any], console: Console) -> None:
 
 
 def _yaml(choice: dict[str, Any]) -> str:
-    extra = "  # with optimizer: {lr: 1.2, momentum: 0} and residual_decay: 0.9" if choice["codec"] == "topk" else ""
+    extra = "\n  optimizer: {lr: 1.2, momentum: 0}  # which topk needs\n  residual_decay: 0.9" if choice["codec"] == "topk" else ""
     return (
         f"outer:\n  sync_every: {choice['sync_every']}\n  codec: {{type: {choice['codec']}}}{extra}\n"
         f"  fragments: {choice['fragments']}\n  overlap: {choice['overlap']}"

@@ -9,6 +9,7 @@ import pytest
 from diloco.link_model import (
     FIRST_WINDOW_BYTES,
     GOODPUT,
+    MESSAGES_SECONDS,
     ROUND_TRIPS,
     SETTLING_ROUND_TRIPS,
     SETTLING_SHARE,
@@ -25,7 +26,7 @@ from diloco.link_model import (
 )
 from islands.config_file import ConfigError
 
-LOAD = RoundLoad(islands=2, bytes_each_way=10e6, encode_seconds=0.1, decode_seconds=0.0, step_seconds=0.0)
+LOAD = RoundLoad(islands=2, bytes_each_way=10e6, encode_seconds=0.1 - MESSAGES_SECONDS, decode_seconds=0.0, step_seconds=0.0)
 LINK = Link(bits_per_second=100e6 / GOODPUT, rtt=0.0)  # 10 MB take 0.8 s
 
 
@@ -47,7 +48,7 @@ def test_decoding_runs_beside_the_transfer_but_for_one_chunk() -> None:
 
 
 def test_a_lone_island_uses_no_link() -> None:
-    alone = replace(LOAD, islands=1, decode_seconds=0.2, step_seconds=0.3)
+    alone = replace(LOAD, islands=1, encode_seconds=0.1, decode_seconds=0.2, step_seconds=0.3)
     assert round_seconds(replace(LINK, rtt=9.0), alone) == pytest.approx(0.6)
 
 
@@ -62,9 +63,9 @@ def test_windows_double_until_the_line_is_full_and_connections_begin_together() 
 
 def test_a_round_over_few_chunks_uses_few_connections() -> None:
     long = Link(bits_per_second=1e12, rtt=1.0, connections=8)
-    six = replace(LOAD, bytes_each_way=6 * FIRST_WINDOW_BYTES, encode_seconds=0.0)
+    six = replace(LOAD, bytes_each_way=6 * FIRST_WINDOW_BYTES)
     one_chunk, many = (round_seconds(long, replace(six, chunks=chunks)) for chunks in (1, 100))
-    assert one_chunk == pytest.approx(ROUND_TRIPS + 2, abs=0.01) and many == pytest.approx(ROUND_TRIPS, abs=0.01)
+    assert one_chunk == pytest.approx(0.1 + ROUND_TRIPS + 2, abs=0.01) and many == pytest.approx(0.1 + ROUND_TRIPS, abs=0.01)
 
 
 def test_congestion_control_settles_within_so_many_round_trips() -> None:
@@ -86,7 +87,7 @@ def test_overlap_hides_a_round_and_no_more_than_it_has_steps() -> None:
 
 
 def test_rounds_in_flight_at_once_give_each_other_time_and_share_the_line() -> None:
-    slow = replace(LOAD, encode_seconds=1.0)  # 1.8 s, of which the line is busy 0.8
+    slow = replace(LOAD, encode_seconds=1.0 - MESSAGES_SECONDS)  # 1.8 s, of which the line is busy 0.8
     several = predict(LINK, slow, pace(fragments=2, overlap=15))  # a round every 10 steps, two landings in 15
     assert several.stall_seconds == pytest.approx((1.8 - 1.5) / 2)
     crowded = predict(LINK, slow, pace(fragments=10, overlap=20))  # a round every 0.2 s on a line that is busy for 0.8
