@@ -16,6 +16,8 @@ ROUND_TRIPS = 3.0
 MESSAGES_SECONDS = 0.02
 #: Bytes that a TCP connection may send before the first is acknowledged, 10 segments of 1448 (RFC 6928); after a pause again.
 FIRST_WINDOW_BYTES = 14480
+#: On top of the round trip: what a connection that was silent so long halves its window for, again and again (RFC 2861 as Linux does it).
+SILENCE_SECONDS = 0.2
 #: Share of a link's rate that is left beside the headers of Ethernet, IP and TCP (1448 of 1538 bytes), while the acknowledgements of
 #: as many bytes the other way take theirs (3 %).
 GOODPUT = 0.91
@@ -108,32 +110,40 @@ class Prediction:
 
 def line_seconds(link: Link, num_bytes: float) -> float:
     """For which so many bytes keep the line, or the core that encrypts them, busy each way."""
-    return num_bytes / min(link.bits_per_second / 8 * GOODPUT, CPU_BYTES_PER_SECOND)
+    return num_bytes / _bytes_per_second(link)
 
 
-def slow_start_seconds(link: Link, num_bytes: float) -> float:
-    """For which connections that were idle leave the line idle, as each waits for the acknowledgement of its window.
+def slow_start_seconds(link: Link, num_bytes: float, idle: float = math.inf) -> float:
+    """For which connections leave the line idle, as each waits for the acknowledgement of its window.
 
     The window doubles with each round trip until it fills the line, or all is sent: Kurose and Ross, Computer Networking.
+
+    Args:
+        idle: seconds since bulk bytes last went over them, of which the window keeps some.
     """
-    window, lost, left = float(FIRST_WINDOW_BYTES * link.connections), 0.0, num_bytes
-    while left > window and (idle := link.rtt - line_seconds(link, window)) > 0:
-        lost, left, window = lost + idle, left - window, 2 * window
+    lost, left = 0.0, num_bytes
+    enough = min(num_bytes, _bytes_per_second(link) * link.rtt)
+    halvings = min(64.0, idle // (link.rtt + SILENCE_SECONDS))
+    window = max(float(FIRST_WINDOW_BYTES * link.connections), enough / 2**halvings)
+    while left > window and (waiting := link.rtt - line_seconds(link, window)) > 1e-9:
+        lost, left, window = lost + waiting, left - window, 2 * window
     return lost
 
 
-def settling_seconds(link: Link, num_bytes: float) -> float:
+def settling_seconds(link: Link, num_bytes: float, idle: float = math.inf) -> float:
     """By which congestion control that has to find its rate again delays so many bytes."""
+    if idle < link.rtt + SILENCE_SECONDS:
+        return 0.0
     return SETTLING_SHARE * min(line_seconds(link, num_bytes), SETTLING_ROUND_TRIPS * link.rtt)
 
 
-def round_seconds(link: Link, load: RoundLoad) -> float:
-    """From launch to outcome, when all members launch at once."""
+def round_seconds(link: Link, load: RoundLoad, idle: float = math.inf) -> float:
+    """From launch to outcome, when all members launch at once, ``idle`` seconds after the bytes of the round before."""
     if load.islands == 1:
         return load.encode_seconds + load.decode_seconds + load.step_seconds
     link = replace(link, connections=min(link.connections, load.chunks))  # a chunk goes over one of them
     size = load.bytes_each_way
-    wire = line_seconds(link, size) + slow_start_seconds(link, size) + settling_seconds(link, size)
+    wire = line_seconds(link, size) + slow_start_seconds(link, size, idle) + settling_seconds(link, size, idle)
     applying = load.decode_seconds + load.step_seconds
     beside = max(wire, applying) + min(wire, applying) / load.chunks
     return load.encode_seconds + MESSAGES_SECONDS + ROUND_TRIPS * link.rtt + beside
@@ -141,7 +151,9 @@ def round_seconds(link: Link, load: RoundLoad) -> float:
 
 def predict(link: Link, load: RoundLoad, pace: Pace) -> Prediction:
     """Of a long run, in which all islands are equally fast and rounds of several fragments may be in flight at once."""
-    return _with_rounds(round_seconds(link, load), _busy_seconds(link, load), load.copy_seconds, pace)
+    busy = _busy_seconds(link, load)
+    idle = max(0.0, pace.sync_every / pace.fragments * pace.inner_step_seconds - busy)
+    return _with_rounds(round_seconds(link, load, idle), busy, load.copy_seconds, pace)
 
 
 def data_parallel(link: Link, islands: int, gradient_bytes: float, inner_step_seconds: float) -> Prediction:
@@ -165,6 +177,10 @@ def parse_bandwidth(text: str) -> float:
 def parse_time(text: str) -> float:
     """``80ms`` is 0.08 seconds. Raises ConfigError."""
     return _with_unit(text, _TIME, _SECONDS, "time", "us, ms or s, such as 80ms")
+
+
+def _bytes_per_second(link: Link) -> float:
+    return min(link.bits_per_second / 8 * GOODPUT, CPU_BYTES_PER_SECOND)
 
 
 def _busy_seconds(link: Link, load: RoundLoad) -> float:

@@ -74,6 +74,13 @@ def test_congestion_control_settles_within_so_many_round_trips() -> None:
     assert long == pytest.approx(SETTLING_SHARE * 0.8)
 
 
+def test_connections_that_were_silent_for_a_moment_keep_some_of_their_window() -> None:
+    long, size = Link(bits_per_second=1e12, rtt=1.0), 8 * FIRST_WINDOW_BYTES
+    waits = [slow_start_seconds(long, size, idle) for idle in (0.5, 1.5, 3.0, 1e9)]
+    assert waits == pytest.approx([0, 1, 2, 3], abs=0.01)
+    assert settling_seconds(long, size, idle=1.1) == 0 < settling_seconds(long, size, idle=1.3)
+
+
 def test_training_waits_for_a_whole_round_where_nothing_overlaps() -> None:
     found = predict(LINK, LOAD, pace())
     assert found.stall_seconds == pytest.approx(0.9)
