@@ -1,0 +1,180 @@
+"""How long a round takes on a link, and what that costs in steps. Pure arithmetic on seconds and bytes; no torch.
+
+Checked against shaped links in ``tests/benchmarks/link_model.py``; docs/planning.md has the formula and what it leaves out.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from islands.config_file import ConfigError
+
+#: Round trips that a round takes beside its bytes: the offer and the proposal each go one way, the first bytes and the last
+#: mean too, and the votes go there and are acknowledged.
+ROUND_TRIPS = 3.0
+#: Bytes that a TCP connection may send before the first is acknowledged, 10 segments of 1448 (RFC 6928); after a pause again.
+FIRST_WINDOW_BYTES = 14480
+#: Share of a link's rate that is left beside the headers of TCP, IP, encryption and multiplexing.
+GOODPUT = 0.95
+#: Bytes a second, each way, that a core encrypts, copies and frames.
+CPU_BYTES_PER_SECOND = 200e6
+#: Share of an inner step behind which data-parallel training can hide its all-reduce: the backward pass (arXiv 2006.15704).
+BACKWARD_SHARE = 2 / 3
+
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)\s*"
+_BANDWIDTH = re.compile(_NUMBER + "(kbit|mbit|gbit)", re.IGNORECASE)
+_TIME = re.compile(_NUMBER + "(us|ms|s)", re.IGNORECASE)
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Link:
+    """Of each island to the network.
+
+    Attributes:
+        bits_per_second: each way.
+        rtt: seconds to another island and back.
+        connections: TCP connections that carry bulk bytes to each island (``swarm.data_connections``, at least 1).
+    """
+
+    bits_per_second: float
+    rtt: float
+    connections: int = 1
+
+
+@dataclass(frozen=True)
+class RoundLoad:
+    """What one round of one fragment asks of one island.
+
+    Attributes:
+        islands: members of the round.
+        bytes_each_way: that the island sends, and receives; the larger of the two.
+        encode_seconds: measured: of computing, before anything is sent.
+        decode_seconds: measured: from what came to the mean.
+        step_seconds: measured: of the outer optimizer and the digest.
+        chunks: in which the fragment goes; while one is on the wire another is decoded.
+        copy_seconds: that training stands still for to copy parameters out and back.
+    """
+
+    islands: int
+    bytes_each_way: float
+    encode_seconds: float
+    decode_seconds: float
+    step_seconds: float
+    chunks: int = 1
+    copy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When rounds are.
+
+    Attributes:
+        inner_step_seconds: of computing one inner step.
+        sync_every: H, inner steps between two rounds of the same fragment.
+        overlap: inner steps that a round has until it lands.
+    """
+
+    inner_step_seconds: float
+    sync_every: int
+    fragments: int
+    overlap: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Where a run's time goes, once it is under way.
+
+    Attributes:
+        round_seconds: from launch to outcome.
+        stall_seconds: for which training stands still, per round.
+        utilization: share of the time in which inner steps are computed.
+        seconds_per_step: mean, stalls included.
+    """
+
+    round_seconds: float
+    stall_seconds: float
+    utilization: float
+    seconds_per_step: float
+
+
+def line_seconds(link: Link, num_bytes: float) -> float:
+    """For which so many bytes keep the line, or the core that encrypts them, busy each way."""
+    return num_bytes / min(link.bits_per_second / 8 * GOODPUT, CPU_BYTES_PER_SECOND)
+
+
+def slow_start_seconds(link: Link, num_bytes: float) -> float:
+    """For which connections that were idle leave the line idle, as each waits for the acknowledgement of its window.
+
+    The window doubles with each round trip until it fills the line, or all is sent: Kurose and Ross, Computer Networking.
+    """
+    window, lost, left = float(FIRST_WINDOW_BYTES * link.connections), 0.0, num_bytes
+    while left > window and (idle := link.rtt - line_seconds(link, window)) > 0:
+        lost, left, window = lost + idle, left - window, 2 * window
+    return lost
+
+
+def round_seconds(link: Link, load: RoundLoad) -> float:
+    """From launch to outcome, when all members launch at once."""
+    if load.islands == 1:
+        return load.encode_seconds + load.decode_seconds + load.step_seconds
+    wire = line_seconds(link, load.bytes_each_way) + slow_start_seconds(link, load.bytes_each_way)
+    applying = load.decode_seconds + load.step_seconds
+    beside = max(wire, applying) + min(wire, applying) / load.chunks
+    return load.encode_seconds + ROUND_TRIPS * link.rtt + beside
+
+
+def predict(link: Link, load: RoundLoad, pace: Pace) -> Prediction:
+    """Of a long run, in which all islands are equally fast and rounds of several fragments may be in flight at once."""
+    return _with_rounds(round_seconds(link, load), _busy_seconds(link, load), load.copy_seconds, pace)
+
+
+def data_parallel(link: Link, islands: int, gradient_bytes: float, inner_step_seconds: float) -> Prediction:
+    """Of islands that all-reduce their gradients in a ring at every step, behind the backward pass as far as that lasts."""
+    hops = 2 * (islands - 1)
+    reducing = hops * link.rtt / 2 + line_seconds(link, hops / islands * gradient_bytes)
+    stall = max(0.0, reducing - BACKWARD_SHARE * inner_step_seconds)
+    return Prediction(reducing, stall, *_shares(inner_step_seconds, stall))
+
+
+def parse_bandwidth(text: str) -> float:
+    """``200mbit`` is 200e6 bits a second. Raises ConfigError."""
+    return _with_unit(text, _BANDWIDTH, _BITS, "bandwidth", "kbit, mbit or gbit (a second), such as 200mbit")
+
+
+def parse_time(text: str) -> float:
+    """``80ms`` is 0.08 seconds. Raises ConfigError."""
+    return _with_unit(text, _TIME, _SECONDS, "time", "us, ms or s, such as 80ms")
+
+
+def _busy_seconds(link: Link, load: RoundLoad) -> float:
+    """For which a round keeps others from the line, or from the processor."""
+    return 0.0 if load.islands == 1 else line_seconds(link, load.bytes_each_way)
+
+
+def _with_rounds(lasts: float, busy: float, copying: float, pace: Pace) -> Prediction:
+    """Stalls such that each round is in when it has to land, and no more rounds are launched than the line can carry.
+
+    Of the rounds that land between a round's launch and its own landing, each gives it the time of its stall.
+    """
+    between = pace.sync_every / pace.fragments  # inner steps from one round to the next
+    computing = between * pace.inner_step_seconds
+    landings = max(1, math.ceil(pace.overlap / between))
+    late = (lasts - pace.overlap * pace.inner_step_seconds) / landings
+    stall = max(0.0, late, busy - computing) + copying
+    utilization, seconds = _shares(computing, stall)
+    return Prediction(lasts, stall, utilization, seconds / between)
+
+
+def _shares(computing: float, stall: float) -> tuple[float, float]:
+    """Share of the time that is computing, and all of it."""
+    return computing / (computing + stall) if computing else 0.0, computing + stall
+
+
+def _with_unit(text: str, pattern: re.Pattern[str], units: dict[str, float], what: str, rule: str) -> float:
+    found = pattern.fullmatch(text.strip())
+    value = float(found[1]) * units[found[2].lower()] if found else math.nan
+    if not found or (what == "bandwidth" and value <= 0):
+        raise ConfigError(f"{text!r} is no {what}; write a number above 0 and {rule}")
+    return value
