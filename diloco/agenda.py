@@ -20,6 +20,7 @@ class Agenda:
         brings_early: what has arrived before its time is moved to the other ranks meanwhile, if there are any.
         hurries: whether someone wants training to stop: then it waits for no outcome. What is in flight goes into the last checkpoint.
         patience: seconds from a launch until an outcome is waited for all the same, which the exchange then gives or ends.
+        clock: by which rounds are due, where they go by the clock.
     """
 
     def __init__(
@@ -31,12 +32,13 @@ class Agenda:
         brings_early: bool,
         hurries: Callable[[], bool] | None = None,
         patience: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._schedule, self._section, self._exchange = schedule, section, exchange
         self._pacing, self._brings_early = pacing, brings_early
-        self._hurries, self._patience = hurries, patience
+        self._hurries, self._patience, self._clock = hurries, patience, clock
         self._agreed_at: dict[int, int] = {}  # by fragment, the step of the last round that the islands agreed on
-        self._timer = None if isinstance(schedule, StepSchedule) else RoundTimer(schedule, time.monotonic())
+        self._timer = None if isinstance(schedule, StepSchedule) else RoundTimer(schedule, clock())
 
     def next(self, progress: Progress, log: Logbook) -> Boundary:
         """What to do now; asked again until nothing lands and nothing is launched. Waits for outcomes that are due."""
@@ -73,7 +75,7 @@ class Agenda:
             return {*(index for index in scheduled if self._comes_next(index, progress)), *late, *log.missed}
         if self._ends(progress):
             return {index for index in everything if self._exchange.called(index)}
-        return set(self._timer.due(time.monotonic(), self._exchange.called))
+        return set(self._timer.due(self._clock(), self._exchange.called))
 
     def _comes_next(self, fragment: int, progress: Progress) -> bool:
         """Not the round of a step which the others had without this island, and to which it has come only by taking that over: it would

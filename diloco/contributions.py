@@ -21,6 +21,17 @@ MOST_OPPOSITE = -0.1
 _CHANCE = 5.0
 
 
+#: Why each rule leaves out a contribution, which claimed ``norm``.
+RULES = {
+    "norm": "its pseudo-gradient of norm {norm:.3g} is far larger than the others'",
+    "claim": "what it sent is larger than the norm {norm:.3g} that it claimed, or not finite",
+    "opposite": "its pseudo-gradient works against those of all others",
+    "digest": "its result differs from that of most others",
+}
+
+_DENSE_BITS = 32.0
+
+
 @dataclass(frozen=True)
 class Size:
     """What a member says of its contribution before it sends it."""
@@ -52,6 +63,14 @@ def too_large(sizes: Mapping[int, Size], typical_norm: float) -> set[int]:
     largest, other = sorted(norms, key=lambda slot: norms[slot], reverse=True)
     limit = LARGEST_NORM_RATIO * max(norms[other], typical_norm)
     return {largest} if typical_norm and norms[largest] > limit else set()
+
+
+def independent_values(bits: float, numel: int) -> int:
+    """How many of ``numel`` elements can be told from zero in a contribution: a sparse codec has few bits for each.
+
+    The fewer there are, the more do two sound contributions oppose each other by chance.
+    """
+    return max(1, int(numel * min(1.0, bits / _DENSE_BITS)))
 
 
 @dataclass(frozen=True)

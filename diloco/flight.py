@@ -3,7 +3,7 @@
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Callable, Literal
 
 from diloco.exchange.base import RoundOutcome, Seat, Work
 from diloco.uncounted import Uncounted
@@ -19,6 +19,7 @@ class Flight:
 
     Attributes:
         inner_step: the island's own count when it was launched.
+        clock: by which it ages.
         slot: that the work was done in.
         height: of the agreed state when it was launched; known to rank 0.
         gathered: done when the parameters are with rank 0, and there offered to the exchange.
@@ -36,7 +37,8 @@ class Flight:
     slot: int
     height: int = 0
     gathered: "Future[None]" = field(default_factory=Future)
-    launched: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    launched: float = field(init=False)
     outcome: RoundOutcome | None = None
     incoming: tuple[What, Incoming] | None = None
     void: bool = False
@@ -44,10 +46,13 @@ class Flight:
     gather_seconds: float = 0.0
     scatter_seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.launched = self.clock()
+
     @property
     def age(self) -> float:
         """Seconds since it was launched."""
-        return time.monotonic() - self.launched
+        return self.clock() - self.launched
 
 
 @dataclass

@@ -50,6 +50,7 @@ class OuterRound:
         coordinator: on rank 0; None on the others.
         round_seconds: the longest that a round may take, which ranks then wait for rank 0.
         hurries: see :class:`~diloco.agenda.Agenda`.
+        clock: by which all is measured, and rounds by the clock are due.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class OuterRound:
         process: Process,
         round_seconds: float,
         hurries: Callable[[], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._schedule, self._section, self._mover = schedule, section, mover
         self._coordinator, self._metrics = coordinator, metrics
         self._say = FirstRankSays(process, "rounds that begin or end")
         self._several_ranks = process.world_size > 1
         self._course = Course(schedule)
-        self._round_seconds, self._hurries = round_seconds, hurries
+        self._round_seconds, self._hurries, self._clock = round_seconds, hurries, clock
         self._stepping_since = 0.0  # when the inner step that comes next could begin
         self._log = Logbook.begin(schedule.num_fragments, Seat(slot=0))
         self._pacing: Pacing | None = None
@@ -95,7 +97,7 @@ class OuterRound:
         self._course.join(seat, progress)
         if self._coordinator:
             self._begin(self._coordinator)
-        self._stepping_since = time.monotonic()
+        self._stepping_since = self._clock()
         return progress
 
     def go_on(self, log: Logbook, progress: Progress) -> Progress:
@@ -113,7 +115,7 @@ class OuterRound:
             for flight in log.flights.values():
                 if flight.outcome is None:
                     self._coordinator.exchange.launch(flight.fragment, flight.work)
-        self._stepping_since = time.monotonic()
+        self._stepping_since = self._clock()
         return progress
 
     @property
@@ -140,14 +142,14 @@ class OuterRound:
         """What rank 0 does alone at the start."""
         exchange, state = coordinator.exchange, coordinator.state
         self._pacing = Pacing(self._section, state)
-        early, waits = self._several_ranks, (self._hurries, self._round_seconds)
+        early, waits = self._several_ranks, (self._hurries, self._round_seconds, self._clock)
         self._agenda = Agenda(self._schedule, self._section, exchange, self._pacing, early, *waits)
         self._eager = self._eager or self.make_eager_starts()
         exchange.started()
 
     def after_step(self, progress: Progress, tokens: int) -> float:
         """See :class:`~islands.train_loop.StepHook`."""
-        started = time.monotonic()
+        started = self._clock()
         self._log.inner_step += 1
         for work in self._log.work:
             work.tokens += tokens
@@ -162,17 +164,17 @@ class OuterRound:
         if self._coordinator:
             for event in self._coordinator.exchange.events():
                 self._metrics.write("event", what=event.what, detail=event.detail)
-        self._stepping_since = time.monotonic()
+        self._stepping_since = self._clock()
         return self._stepping_since - started
 
     def _acts(self, progress: Progress) -> bool:
         """Do what rank 0 says. Returns whether that may have given rise to more."""
-        began = time.monotonic()
+        began = self._clock()
         boundary = self._say(self._agenda and self._agenda.next(progress, self._log), self._round_seconds + _GRACE_SECONDS)
         for outcome in boundary.landing:
-            self._log.flights[outcome.fragment].stall_seconds += time.monotonic() - began
+            self._log.flights[outcome.fragment].stall_seconds += self._clock() - began
             self._land(outcome, progress)
-            began = time.monotonic()
+            began = self._clock()
         for fragment in boundary.launching:
             self._launch(fragment, progress)
         for outcome in boundary.arriving:
@@ -185,7 +187,7 @@ class OuterRound:
         pace = self._pacing.take(fragment) if self._pacing else Pace()
         work = self._log.work[fragment].offer(progress.position, progress.step, pace, self._log.lease)
         height = self._coordinator.state.fragments[fragment].height if self._coordinator else 0
-        flight = Flight(fragment, self._mover.numel(fragment), work, self._log.inner_step, progress.slot, height)
+        flight = Flight(fragment, self._mover.numel(fragment), work, self._log.inner_step, progress.slot, height, clock=self._clock)
         self._log.flights[fragment], self._log.launched_at[fragment] = flight, self._log.inner_step
         state = self._state(fragment)
         if state:
@@ -219,7 +221,7 @@ class OuterRound:
 
     def _land(self, outcome: RoundOutcome, progress: Progress) -> None:
         """Let progress and parameters follow an outcome."""
-        began, flight, taken = time.monotonic(), self._log.flights.pop(outcome.fragment), progress.position
+        began, flight, taken = self._clock(), self._log.flights.pop(outcome.fragment), progress.position
         flight.outcome = outcome
         if flight.void:
             self._over(flight, outcome, progress)
@@ -247,8 +249,8 @@ class OuterRound:
             self._restart_eagerly(flight.fragment, EagerStart.left_out)
         else:
             self._restart_eagerly(flight.fragment, EagerStart.skipped)
-        flight.scatter_seconds += time.monotonic() - began
-        flight.stall_seconds += time.monotonic() - began
+        flight.scatter_seconds += self._clock() - began
+        flight.stall_seconds += self._clock() - began
         if self._pacing and (told := self._pacing.landed(flight, outcome)):
             self._metrics.write("event", what="adapted", detail=told)
         self._over(flight, outcome, progress)

@@ -1,8 +1,9 @@
 """Anchor and outer-optimizer state of each fragment, twice: what is agreed, and what a round is about to agree on.
 
-All of it lies in one block of shared memory that the trainer owns. During a round only the exchange writes, and only
+All of it lies in shared memory that the trainer owns. During a round only the exchange writes, and only
 beside the agreed copy; a commit is the swap of one integer. So no one ever sees half a round, and when the exchange
-process dies, what was agreed is still there. torch only.
+process dies, what was agreed is still there. What is agreed and what is an island's own are two blocks: islands of one
+process share the first. torch only.
 """
 
 import hashlib
@@ -68,24 +69,24 @@ class FragmentState:
         mean: what the last step was made with, or is being made with; None unless :attr:`Layout.keeps_mean`.
     """
 
-    def __init__(self, index: int, numel: int, layout: Layout, memory: Arena) -> None:
+    def __init__(self, index: int, numel: int, layout: Layout, own: Arena, agreed: Arena) -> None:
         optimizer, dtype, max_slots = layout.optimizer, layout.dtype, layout.max_slots
         self.index, self.numel, self.dtype, self._optimizer = index, numel, dtype, optimizer
         self._outer_lr, self._adaptation = layout.outer_lr or OuterLr(optimizer.lr), layout.adaptation
         self._staged = False  # known to the process that stages
         self._staging: Staging | None = None
-        self._active = memory.take(1, torch.int64)  # bit 0: the agreed copy of the state; bit 1: that of the residual
-        self._offered = memory.take(1, torch.int64)
-        self._contribution = memory.take(2, torch.float64)  # whether local holds one; its norm
-        self._heights = memory.take(2, torch.int64)
-        self._digests = [memory.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
-        self._lineages = [memory.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
-        self._ledgers = [memory.take(len(Ledger((0,) * max_slots).to_bytes()), torch.uint8) for _ in range(2)]
-        self.local = memory.take(numel, dtype)
-        self._anchors = [memory.take(numel, dtype) for _ in range(2)]
-        self._states = [{name: memory.take(numel, dtype) for name in optimizer.state_names} for _ in range(2)]
-        self._residuals = [memory.take(numel, dtype) for _ in range(2)] if layout.error_feedback else []
-        self.mean = memory.take(numel, dtype) if layout.keeps_mean else None
+        self._active = own.take(1, torch.int64)  # bit 0: the agreed copy of the state; bit 1: that of the residual
+        self._offered = own.take(1, torch.int64)
+        self._contribution = own.take(2, torch.float64)  # whether local holds one; its norm
+        self._heights = agreed.take(2, torch.int64)
+        self._digests = [agreed.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
+        self._lineages = [agreed.take(_HASH_BYTES, torch.uint8) for _ in range(2)]
+        self._ledgers = [agreed.take(len(Ledger((0,) * max_slots).to_bytes()), torch.uint8) for _ in range(2)]
+        self.local = own.take(numel, dtype)
+        self._anchors = [agreed.take(numel, dtype) for _ in range(2)]
+        self._states = [{name: agreed.take(numel, dtype) for name in optimizer.state_names} for _ in range(2)]
+        self._residuals = [own.take(numel, dtype) for _ in range(2)] if layout.error_feedback else []
+        self.mean = agreed.take(numel, dtype) if layout.keeps_mean else None
 
     @property
     def _now(self) -> int:
@@ -265,6 +266,22 @@ class FragmentState:
         self._offered.fill_(offered)
         return self._seal_as(self._now, height, lineage, ledger)
 
+    def adopt(self) -> str | None:
+        """Make what another island that shares the agreed memory has staged what the next commit swaps in here.
+
+        Returns:
+            Its digest (hex); None where nobody has staged what follows on this state.
+        """
+        staged = self.staged
+        if staged.height != self.height + 1:
+            return None
+        self._staged = True
+        return staged.digest
+
+    def follow(self, other: "FragmentState") -> None:
+        """Take what ``other``, which shares the agreed memory, has agreed on; this island has contributed nothing to it."""
+        self._active.fill_(other._now)
+
     @property
     def version(self) -> tuple[int, int, str]:
         """Another one after every commit: what was copied meanwhile may be of two states."""
@@ -347,23 +364,34 @@ class OuterState:
         beat: grows as long as the trainer's process is not stopped.
 
     Pickled while a process is spawned, it arrives there as a view of the same memory.
+
+    Args:
+        memory: the island's own, and that of what is agreed; by default new.
     """
 
-    def __init__(self, layout: Layout, memory: SharedMemory | None = None) -> None:
+    def __init__(self, layout: Layout, memory: tuple[SharedMemory, SharedMemory] | None = None) -> None:
         self.layout = layout
         if memory is None:
-            measure = Arena(None)
-            self._lay_out(measure)
-            memory = SharedMemory(measure.used)
+            measures = Arena(None), Arena(None)
+            self._lay_out(*measures)
+            memory = SharedMemory(measures[0].used), SharedMemory(measures[1].used)
         self._memory = memory
-        self._lay_out(Arena(memory))
+        self._lay_out(Arena(memory[0]), Arena(memory[1]))
 
-    def _lay_out(self, arena: Arena) -> None:
+    def _lay_out(self, own: Arena, agreed: Arena) -> None:
         sizes = self.layout.sizes
-        self.called = arena.take(len(sizes), torch.uint8)
-        self.step, self.tokens_per_second = arena.take(1, torch.int64), arena.take(1, torch.float64)
-        self.beat = arena.take(1, torch.int64)
-        self.fragments = [FragmentState(index, numel, self.layout, arena) for index, numel in enumerate(sizes)]
+        self.called = own.take(len(sizes), torch.uint8)
+        self.step, self.tokens_per_second = own.take(1, torch.int64), own.take(1, torch.float64)
+        self.beat = own.take(1, torch.int64)
+        self.fragments = [FragmentState(index, numel, self.layout, own, agreed) for index, numel in enumerate(sizes)]
+
+    def twin(self) -> "OuterState":
+        """Of another island in this process, which shares all that is agreed and stands where this one does."""
+        own, agreed = self._memory
+        twin = OuterState(self.layout, (SharedMemory(own.num_bytes), agreed))
+        for fragment, mine in zip(twin.fragments, self.fragments, strict=True):
+            fragment.follow(mine)
+        return twin
 
     def __reduce__(self) -> tuple:
         return OuterState, (self.layout, self._memory)

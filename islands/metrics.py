@@ -21,8 +21,9 @@ class Metrics:
     Every row carries ``kind``, ``island`` and ``time`` (Unix seconds); a number that is not finite is null there. See "Command line and files" in the documentation for each kind's keys.
     """
 
-    def __init__(self, folder: Path, island: int, enabled: bool, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, island: int, enabled: bool, tensorboard: bool = False, console: bool = True) -> None:
         self._island, self._file, self._board, self._last_step_line = island, None, None, -_SECONDS_BETWEEN_STEP_LINES
+        self._console = console
         if not enabled:
             return
         if tensorboard:
@@ -41,8 +42,9 @@ class Metrics:
         finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
         self._unwritten += (json.dumps(finite, allow_nan=False) + "\n").encode()
         self._flush()
-        with _full_disk_borne():  # the console may be a file
-            self._show(kind, values)
+        if self._console:
+            with _full_disk_borne():  # the console may be a file
+                self._show(kind, values)
         if self._board and "step" in values:
             for name, value in values.items():
                 if isinstance(value, (int, float)) and name != "step":

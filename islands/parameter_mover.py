@@ -80,16 +80,19 @@ class ParameterMover:
     What this rank holds is copied at once, so that training may go on. Each element is gathered once, and sent only to the ranks
     that hold it.
 
+    Args:
+        beside: False: what one rank moves is moved before the call returns, and in the caller's thread.
+
     Attributes:
         fragments: what it moves, in their order.
     """
 
-    def __init__(self, parts: list[nn.Module], fragments: list[Fragment], process: Process) -> None:
+    def __init__(self, parts: list[nn.Module], fragments: list[Fragment], process: Process, beside: bool = True) -> None:
         self._parts, self.fragments, self._rank = parts, fragments, process.rank
         first = next(parts[0].parameters())
         self._dtype, self._device = first.dtype, first.device
         self._group = background_group(process) if process.world_size > 1 else None
-        self._inline = self._group is None and self._device.type == "cpu"  # nothing to wait for but a copy
+        self._inline = self._group is None and (self._device.type == "cpu" or not beside)  # nothing to wait for but a copy
         self._holders = self._find_holders()
         self._starts = [_starts(fragment) for fragment in fragments]
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

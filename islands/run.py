@@ -62,18 +62,19 @@ def _choose(config: IslandConfig, told: Callable[[str], None], restarted: bool) 
     return chosen
 
 
-def open_metrics(island: Island, slot: int, continues: bool = False) -> Metrics:
+def open_metrics(island: Island, slot: int, continues: bool = False, make: Callable[..., Metrics] = Metrics) -> Metrics:
     """Metrics of the island in ``slot``, with the resolved configuration beside them and a first row that says what runs.
 
     Args:
         continues: what an earlier process left in the island's folder belongs to this run too.
+        make: takes the arguments of :class:`~islands.metrics.Metrics`.
     """
     config, process, folder = island.config, island.process, Path(island.config.run.dir)
     first = process.rank == 0
     if first:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.resolved.yaml").write_text(dump_config(config))
-    metrics = Metrics(folder / f"island-{slot}", slot, first, config.run.tensorboard)
+    metrics = make(folder / f"island-{slot}", slot, first, config.run.tensorboard)
     detail = dict(
         parameters=num_parameters(config),
         ranks=process.world_size,

@@ -1,94 +1,54 @@
-"""Islands that are threads of one process: for tests and for runs with one island."""
+"""Islands that are threads of one process: for simulations, for tests, and for runs with one island."""
 
-import threading
 import time
-from dataclasses import dataclass, field
-from typing import Callable, Literal, Sequence
+from dataclasses import dataclass
+from typing import Callable, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
 from diloco.config import ExchangeSection, RunConfig
-from diloco.contributions import Measured
 from diloco.encoding import Encoded, encode_contribution
-from diloco.from_config import make_wire
 from diloco.exchange.base import ExchangeEvent, JoinError, RoundOutcome, Seat, Work
+from diloco.from_config import make_wire
 from diloco.ledger import Counted
+from diloco.meeting import NOT_FINITE, Hub, Limits, Meeting
 from diloco.outer_state import FragmentState, OuterState
 from diloco.pseudo_gradient import agreeable
-from diloco.reduction import Seen, Wire, chunk_slice, num_chunks, reduce_chunk, sends_whole, through
+from diloco.reduction import Wire
+from diloco.script import IslandScript
+from islands.config_file import ConfigError
 
-_NOT_FINITE = "own pseudo-gradient is not finite"
+_BEGAN_BEFORE = "the round had begun before this island was there"
 
 
 class Config(ExchangeSection):
-    """``exchange.type: in_memory``"""
+    """``exchange.type: in_memory``. With several islands it is a simulation, whose keys those without a match in other types are."""
 
     type: Literal["in_memory"] = "in_memory"
-
-
-@dataclass
-class _Round:
-    """One attempt at a round: what islands answer; once it is decided, the mean or the reason why there is none."""
-
-    offers: dict[int, tuple[list[Tensor], Counted]] = field(default_factory=dict)
-    passed: set[int] = field(default_factory=set)
-    withdrawn: set[int] = field(default_factory=set)
-    decided: bool = False
-    counted: tuple[Counted, ...] = ()
-    mean: Tensor | None = None
-    cosines: dict[int, float] = field(default_factory=dict)  # of each slot that counts, with the mean
-    decode_seconds: float = 0.0
-    reason: str = ""
-
-    @property
-    def answered(self) -> set[int]:
-        """Slots that offered something, or said that they won't."""
-        return self.offers.keys() | self.passed
-
-    def withdraw(self, slot: int) -> None:
-        """Take back what ``slot`` said: it waits no longer."""
-        self.withdrawn.add(slot)
-        self.offers.pop(slot, None)
-        self.passed.discard(slot)
-
-
-class Hub:
-    """Where the islands of one process meet. Thread-safe; tensors are shared, never copied."""
-
-    def __init__(self, num_islands: int) -> None:
-        self.condition = threading.Condition()
-        self.expected = set(range(num_islands))
-        self._open: dict[tuple[int, int], _Round] = {}
-
-    def open_round(self, fragment: int, height: int) -> _Round:
-        """The round that is not decided yet; a new one if there is none. Called with the condition held."""
-        if self._open.get((fragment, height), _DECIDED).decided:
-            self._open = {key: other for key, other in self._open.items() if not other.decided}
-            self._open[fragment, height] = _Round()
-        return self._open[fragment, height]
-
-    def is_open(self, fragment: int, height: int) -> bool:
-        """Whether an island waits in that round. Called with the condition held."""
-        meeting = self._open.get((fragment, height), _DECIDED)
-        return not meeting.decided and bool(meeting.offers)
-
-
-_DECIDED = _Round(decided=True)
+    step_seconds: float = Field(1.0, gt=0, description="simulated seconds that an inner step takes at speed 1")
+    script: list[IslandScript] = Field([], description="islands that are slower, leave or join: [{island: 1, speed: 0.5}]")
+    idle_on_cpu: bool = Field(
+        False, description="parameters and optimizer state of an island are on the CPU while others train on the accelerator"
+    )
 
 
 @dataclass(frozen=True)
 class _Launched:
     """What an island keeps from launch to outcome."""
 
-    round: _Round
+    meeting: Meeting
     own: Encoded
     started: float
     encode_seconds: float
 
 
 class InMemoryExchange:
-    """One island's end of a :class:`Hub`. The same encoding, order and reduction as between machines."""
+    """One island's end of a :class:`Hub`. The same encoding, order and reduction as between machines.
+
+    Args:
+        state: where it shares what is agreed with others of the hub, whoever is first makes the outer step for all of them.
+        clock: by which ``exchange_seconds`` are measured.
+    """
 
     def __init__(
         self,
@@ -99,9 +59,12 @@ class InMemoryExchange:
         round_deadline: float,
         min_islands: int = 1,
         residual_decay: float = 1.0,
+        max_weight_ratio: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hub, self._slot, self._state, self._wire = hub, slot, state, wire
-        self._deadline, self._min_islands, self._decay = round_deadline, min_islands, residual_decay
+        self._limits, self._decay = Limits(round_deadline, min_islands, max_weight_ratio), residual_decay
+        self._clock = clock
         self._launched: dict[int, _Launched] = {}
 
     def join(self, waiting: Callable[[], None] = lambda: None) -> Seat:
@@ -116,23 +79,25 @@ class InMemoryExchange:
 
     def called(self, fragment: int) -> bool:
         """See :class:`diloco.exchange.base.Exchange`."""
+        height = self._state.fragments[fragment].height
         with self._hub.condition:
-            return self._hub.is_open(fragment, self._state.fragments[fragment].height)
+            return self._hub.is_open(fragment, height) or self._hub.is_past(fragment, height)
 
     def is_late(self, fragment: int) -> bool:
-        """See :class:`diloco.exchange.base.Exchange`. Nobody goes on without an island that is a thread."""
-        return False
+        """See :class:`diloco.exchange.base.Exchange`. Only of an island that came while a round was on, which did not wait for it."""
+        with self._hub.condition:
+            return self._hub.is_past(fragment, self._state.fragments[fragment].height)
 
     def launch(self, fragment: int, work: Work) -> None:
         """See :class:`diloco.exchange.base.Exchange`. Says at once if there is nothing finite to offer."""
-        started, state = time.monotonic(), self._state.fragments[fragment]
+        started, state, began = self._clock(), self._state.fragments[fragment], time.monotonic()
         codec = self._wire.choose(state.codec).contribution
         own = encode_contribution(state, codec, work.position, self._decay, work.resumed)
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - began
         with self._hub.condition:
-            meeting = self._hub.open_round(fragment, state.height)
+            meeting = self._hub.meeting(fragment, state.height)
             self._launched[fragment] = _Launched(meeting, own, started, seconds)
-            if own.finite:
+            if own.finite and self._slot in meeting.expected:
                 counted = Counted(self._slot, work.tokens, work.position, work.step, agreeable(own.sent_norm), work.pace)
                 meeting.offers[self._slot] = own.chunks, counted
             else:
@@ -142,7 +107,7 @@ class InMemoryExchange:
     def arrived(self, fragment: int) -> bool:
         """See :class:`diloco.exchange.base.Exchange`."""
         with self._hub.condition:
-            return self._is_complete(self._launched[fragment].round)
+            return not self._launched[fragment].meeting.missing
 
     def peek(self, fragment: int) -> RoundOutcome | None:
         """See :class:`diloco.exchange.base.Exchange`. A round ends here when its outcome is taken."""
@@ -151,29 +116,28 @@ class InMemoryExchange:
     def outcome(self, fragment: int) -> RoundOutcome:
         """See :class:`diloco.exchange.base.Exchange`."""
         state, launched = self._state.fragments[fragment], self._launched.pop(fragment)
-        meeting, own = launched.round, launched.own
-        reason = self._wait_for_decision(meeting, state) or meeting.reason
-        similarity, digest, stepping = 0.0, "", time.monotonic()
-        if not reason:
-            similarity = meeting.cosines.get(self._slot, 0.0)
-            digest = state.stage(meeting.mean, meeting.counted)
-            state.commit(self._slot)
+        meeting, own = launched.meeting, launched.own
+        given_up = self._wait_for_decision(meeting, state)
+        reason = given_up or meeting.reason
+        digest = "" if reason else self._step(meeting, state)
+        members = () if reason else meeting.members
         ledger = state.ledger
         return RoundOutcome(
-            "skipped" if reason else "committed" if own.finite else "left_out",
+            "skipped" if reason else "committed" if self._slot in members else "left_out",
             fragment,
             state.height,
-            () if reason else tuple(one.slot for one in meeting.counted),
-            () if reason else tuple(float(one.tokens) for one in meeting.counted),
-            reason=reason if reason or own.finite else _NOT_FINITE,
+            members,
+            () if reason else meeting.weights,
+            reason=reason or self._why_left_out(meeting, own),
             digest=digest,
-            exchange_seconds=time.monotonic() - launched.started,
+            exchange_seconds=self._clock() - launched.started,
             pseudo_gradient_norm=own.norm,
-            cosine=similarity,
+            cosine=0.0 if reason else meeting.cosines.get(self._slot, 0.0),
+            rejected=not reason and self._slot in meeting.excluded,
             encoded_bytes=own.num_bytes,
             encode_seconds=launched.encode_seconds,
             decode_seconds=meeting.decode_seconds,
-            step_seconds=time.monotonic() - stepping,
+            step_seconds=meeting.step_seconds,
             position=ledger.positions[self._slot],
             step=ledger.step,
             tokens=ledger.tokens,
@@ -185,54 +149,36 @@ class InMemoryExchange:
 
     def close(self, hurry: bool = False) -> None:
         """See :class:`diloco.exchange.base.Exchange`."""
-        with self._hub.condition:
-            self._hub.expected.discard(self._slot)
-            self._hub.condition.notify_all()
+        self._hub.leave(self._slot)
 
-    def _wait_for_decision(self, meeting: _Round, state: FragmentState) -> str:
+    def _wait_for_decision(self, meeting: Meeting, state: FragmentState) -> str:
         """Wait until all have answered; whoever sees it first decides for all. Returns why it gave up, or nothing."""
         with self._hub.condition:
-            if not self._hub.condition.wait_for(lambda: self._is_complete(meeting), self._deadline):
-                missing = sorted(self._hub.expected - meeting.answered - meeting.withdrawn)
+            if not self._hub.condition.wait_for(lambda: not meeting.missing, self._limits.seconds):
+                missing = sorted(meeting.missing - meeting.withdrawn)
                 meeting.withdraw(self._slot)
-                return f"islands {missing} offered nothing within {self._deadline:g} s"
+                return f"islands {missing} offered nothing within {self._limits.seconds:g} s"
             if not meeting.decided:
-                self._decide(meeting, state)
+                meeting.decide(state, self._wire.choose(state.codec), self._limits)
                 self._hub.condition.notify_all()  # one of them may have waited for an island that left
             return ""
 
-    def _is_complete(self, meeting: _Round) -> bool:
-        return meeting.decided or meeting.answered >= self._hub.expected
+    def _step(self, meeting: Meeting, state: FragmentState) -> str:
+        """Make the outer step, unless that was done in the same memory, and swap it in. Returns its digest (hex)."""
+        digest = state.adopt()
+        if digest is None:
+            began = time.monotonic()
+            digest = state.stage(meeting.mean, meeting.counted)
+            meeting.step_seconds = time.monotonic() - began
+        state.commit(self._slot)
+        return digest
 
-    def _decide(self, meeting: _Round, state: FragmentState) -> None:
-        meeting.decided, members = True, sorted(meeting.offers)
-        if not members:
-            meeting.reason = _NOT_FINITE
-        elif len(members) < self._min_islands:
-            meeting.reason = f"only islands {members} offered something; exchange.min_islands={self._min_islands}"
-        else:
-            started, encoded = time.monotonic(), [meeting.offers[slot][0] for slot in members]
-            meeting.counted = tuple(meeting.offers[slot][1] for slot in members)
-            weights = [float(one.tokens) for one in meeting.counted]
-            wire, meeting.mean = self._wire.choose(state.codec), state.local.new_empty(state.numel)
-            seen = Seen(len(members))
-            for piece, chunk in zip(_chunks(state.numel), zip(*encoded, strict=True), strict=True):
-                meeting.mean[piece] = _reduce(wire, chunk, weights, piece.stop - piece.start, state.dtype, seen)
-            pairs = zip(members, seen.squares, seen.alongs, strict=True)
-            meeting.cosines = {slot: Measured(square, along).cosine(seen.mean_square) for slot, square, along in pairs}
-            meeting.decode_seconds = time.monotonic() - started
-
-
-def _reduce(
-    wire: Wire, chunk: Sequence[Tensor], weights: list[float], numel: int, dtype: torch.dtype, seen: Seen
-) -> Tensor:
-    """The mean as all apply it: as it is, or as a reducer would have sent it on."""
-    mean = reduce_chunk(wire.contribution, chunk, weights, numel, dtype, seen)
-    return mean if sends_whole(wire, len(weights)) else through(wire.mean, mean)
-
-
-def _chunks(numel: int) -> list[slice]:
-    return [chunk_slice(numel, index) for index in range(num_chunks(numel))]
+    def _why_left_out(self, meeting: Meeting, own: Encoded) -> str:
+        if not own.finite:
+            return NOT_FINITE
+        if self._slot in meeting.excluded:
+            return meeting.excluded[self._slot]
+        return "" if self._slot in meeting.members else _BEGAN_BEFORE
 
 
 def build(config: RunConfig, state: OuterState, schema: str, prefers: int = -1) -> InMemoryExchange:
@@ -240,6 +186,7 @@ def build(config: RunConfig, state: OuterState, schema: str, prefers: int = -1) 
 
     Raises:
         JoinError: the run has more islands, which in memory can't be reached from here.
+        ConfigError: it has a script, which is for several islands.
     """
     if config.swarm.islands != 1:
         raise JoinError(
@@ -247,6 +194,11 @@ def build(config: RunConfig, state: OuterState, schema: str, prefers: int = -1) 
             "use exchange.type=hivemind between processes"
         )
     slot, exchange = config.swarm.slot if config.swarm.slot >= 0 else max(prefers, 0), config.exchange
+    if exchange.script or exchange.idle_on_cpu:
+        raise ConfigError(
+            "exchange.script and exchange.idle_on_cpu are for simulations of several islands, and swarm.islands=1; "
+            "give more islands, or leave them out"
+        )
     hub = Hub(1)
     hub.expected = {slot}
     decay = config.outer.residual_decay

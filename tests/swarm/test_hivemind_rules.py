@@ -13,6 +13,7 @@ from torch import Tensor
 
 from diloco.codecs.none import NoCodec
 from diloco.config import RunConfig
+from diloco.contributions import independent_values
 from diloco.exchange.base import RoundOutcome, Work
 from diloco.exchange.hivemind import messages, voting
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
@@ -32,7 +33,7 @@ from diloco.exchange.hivemind.messages import (
     Tip,
 )
 from diloco.exchange.hivemind.network import Unreachable
-from diloco.exchange.hivemind.offers import claim_objection, independent_values, judge, odd_ones, proposal_objection, select
+from diloco.exchange.hivemind.offers import claim_objection, judge, odd_ones, proposal_objection, select
 from diloco.exchange.hivemind.roster import Roster, next_entry
 from diloco.exchange.hivemind.round import Round
 from diloco.exchange.hivemind.rounds import Rounds
@@ -600,10 +601,10 @@ class TestOffers:
         return judged and (judged.claim.slot, judged.rule)
 
     def test_a_sparse_codec_has_few_values_that_are_independent(self) -> None:
-        assert independent_values(NoCodec(), 4096) == 4096
-        assert independent_values(SimpleNamespace(bits=64.0), 4096) == 4096
-        assert independent_values(SimpleNamespace(bits=0.25), 4096) == 32
-        assert independent_values(SimpleNamespace(bits=0.25), 5) == 1
+        assert independent_values(32.0, 4096) == 4096
+        assert independent_values(64.0, 4096) == 4096
+        assert independent_values(0.25, 4096) == 32
+        assert independent_values(0.25, 5) == 1
 
     def test_the_odd_digest_is_found_by_majority_only(self) -> None:
         votes = {0: ballot(0), 1: ballot(1, B), 2: ballot(2)}

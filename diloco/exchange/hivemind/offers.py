@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Collection, Iterable, Mapping, Sequence
 
 from diloco.adaptation import Pace
-from diloco.contributions import Measured, Size, capped_weights, most_opposite, too_large, understated
+from diloco.contributions import RULES, Measured, Size, capped_weights, most_opposite, too_large, understated
 from diloco.exchange.hivemind.messages import Ballot, Claim, Excluded, Offer, Proposal, StateHeader
 from diloco.exchange.hivemind.roster import Roster
 from diloco.ledger import Counted, Ledger
-from diloco.reduction import Codec
-
-_DENSE_BITS = 32.0
 
 
 @dataclass(frozen=True)
@@ -74,14 +71,6 @@ def proposal_objection(
     return ""
 
 
-def independent_values(codec: Codec, numel: int) -> int:
-    """How many of ``numel`` elements can be told from zero in a contribution: a sparse codec has few bits for each.
-
-    The fewer there are, the more do two sound contributions oppose each other by chance.
-    """
-    return max(1, int(numel * min(1.0, codec.bits / _DENSE_BITS)))
-
-
 def judge(proposal: Proposal, numel: int, ballots: Mapping[int, Ballot]) -> Excluded | None:
     """Whose contribution must not count, by what all reducers have seen of its ``numel`` independent values."""
     claims = proposal.claims
@@ -126,13 +115,7 @@ def counted(claims: Iterable[Claim]) -> list[Counted]:
 
 def rules_in_words(excluded: Sequence[Excluded]) -> list[str]:
     """Each exclusion for the log."""
-    reasons = {
-        "norm": "its pseudo-gradient of norm {norm:.3g} is far larger than the others'",
-        "claim": "what it sent is larger than the norm {norm:.3g} that it claimed, or not finite",
-        "opposite": "its pseudo-gradient works against those of all others",
-        "digest": "its result differs from that of most others",
-    }
-    return [f"island {each.claim.slot}: {reasons[each.rule].format(norm=each.claim.norm)}" for each in excluded]
+    return [f"island {each.claim.slot}: {RULES[each.rule].format(norm=each.claim.norm)}" for each in excluded]
 
 
 def _is_convicted(claim: Claim, convicted: Mapping[int, Excluded]) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Callable
 
+from diloco.contributions import independent_values
 from diloco.exchange.base import RoundOutcome, Work
 from diloco.exchange.hivemind import offers, voting
 from diloco.exchange.hivemind.attempt import Attempt, AttemptFailed
@@ -201,7 +202,7 @@ class Round:
             lambda position, lane, lanes: self._open_stream(proposal, position, lane, lanes),
         )
         members = [claim.slot for claim in proposal.claims]
-        judge = partial(offers.judge, proposal, offers.independent_values(self._wire.contribution, self._state.numel))
+        judge = partial(offers.judge, proposal, independent_values(self._wire.contribution.bits, self._state.numel))
         attempt = Attempt(proposal, members, self._around.membership.slot, transfer, judge)
         if self._attempt:
             self._following = attempt
