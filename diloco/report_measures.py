@@ -117,7 +117,7 @@ def _of_rounds(records: list[IslandRecord], raw: dict[str, Any], islands: int) -
     share = decode_share(wire, islands) if wire else 1.0
     copying = [row.get("gather_seconds", 0.0) + row.get("scatter_seconds", 0.0) for row in rounds]
     simulated = look_up(raw, "exchange.type") == "in_memory" and islands > 1
-    decoding = _mean([row.get("decode_seconds") for row in rounds])
+    decoding = _once_a_round(rounds, "decode_seconds")
     return dict(
         rounds=max((record.count("committed") for record in records), default=0),
         bits_per_parameter=_mean([row.get("bits_per_parameter") for row in rounds]),
@@ -126,9 +126,18 @@ def _of_rounds(records: list[IslandRecord], raw: dict[str, Any], islands: int) -
         bytes_are="computed" if simulated else "counted",
         encode_seconds=_mean([row.get("encode_seconds") for row in rounds]),
         decode_seconds=None if decoding is None else decoding * (share if simulated else 1.0),
-        outer_step_seconds=_mean([row.get("step_seconds") for row in rounds]),
+        outer_step_seconds=_once_a_round(rounds, "step_seconds"),
         copy_seconds=_mean(copying),
     )
+
+
+def _once_a_round(rounds: list[Row], key: str) -> float | None:
+    """The mean over rounds of the island to which it took longest: where several share a process, one of them computes for all."""
+    longest: dict[tuple[int, int], float] = defaultdict(float)
+    for row in (row for row in rounds if row.get(key) is not None):
+        place = row.get("fragment", 0), row.get("round", 0)
+        longest[place] = max(longest[place], row[key])
+    return fmean(longest.values()) if longest else None
 
 
 def _of_gradients(row: Measures, workers: int) -> Measures:

@@ -165,6 +165,7 @@ class _Checks:
 
     def __call__(self, config: IslandConfig) -> None:
         from diloco.from_config import make_fragments
+        from diloco.simulate import check_simulation
         from islands.fragments import schema_of
         from islands.island import load_corpus, meta_model  # imports torch, which `diloco --help` does not need
         from islands.mesh import check_grid
@@ -175,8 +176,8 @@ class _Checks:
         schema = schema_of(meta_model(config))
         if isinstance(config, RunConfig):
             make_fragments(config, schema)
-            if config.outer.sync_seconds is not None:
-                raise ConfigError(f"outer.sync_every={config.outer.sync_every}: a simulation has no clock; give inner steps")
+            if config.swarm.islands > 1:
+                check_simulation(config)
         text = f"{config.data!r} {config.model.vocab_size} {config.train.eval_sequences}"
         if text not in self._texts:
             load_corpus(config)
