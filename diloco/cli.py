@@ -90,7 +90,7 @@ def report_command(arguments: Sequence[str]) -> int:
         "report",
         "Read what the islands of a run recorded, write summary.json, report.png and report.html into RUN_DIR, and print the "
         "summary. Works on runs that go on still, or ended early: what was not measured is null in summary.json. Of several "
-        "runs, print each summary and write one page with all of them side by side, and their tables.",
+        "runs, do so for each, but make one page with all of them side by side, and tables.",
         "examples:\n  diloco report runs/quickstart\n  diloco report runs/first runs/second --out comparison",
     )
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, such as runs/quickstart")
@@ -101,8 +101,9 @@ def report_command(arguments: Sequence[str]) -> int:
 
     for run_dir in chosen.run_dirs:
         print_summary(run_dir, write_report(run_dir))
-        write_run_page(run_dir)
-    if len(chosen.run_dirs) > 1:
+    if len(chosen.run_dirs) == 1:
+        write_run_page(chosen.run_dirs[0])
+    else:
         print(f"\n{write_comparison(chosen.run_dirs, chosen.out)}\nside by side: {chosen.out / 'report.html'}")
     return 0
 

@@ -119,7 +119,9 @@ def _loss_words(chosen: Setting) -> Iterable[str | Number]:
 
 def _bytes_words(chosen: Setting) -> Iterable[str | Number]:
     fewer = _number(chosen, "times_fewer_bytes", ",.3g")
-    if fewer.value is not None:
+    if fewer.value is not None and fewer.value < 1.05:
+        yield " and sends no fewer bytes"
+    elif fewer.value is not None:
         yield from (" and sends ", fewer, " times fewer bytes")
 
 

@@ -78,6 +78,7 @@ def png(figure: "Figure") -> bytes:
     """On white, for documents."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150, facecolor="white")
+    figure.set_layout_engine("none")  # it has its layout now, and to find one takes most of the time
     return picture.getvalue()
 
 
@@ -260,6 +261,7 @@ def _over_bandwidth(panel: "Axes", study: Study, styles: Styles, value: str) -> 
     else:
         panel.set_yscale("log")
         panel.set_ylabel("predicted seconds")
+        _engineering(panel.yaxis)
 
 
 def _predicted(setting: Setting, bits: float, value: str) -> float | None:
@@ -288,7 +290,10 @@ def _of_rounds(curves: Curves, key: str) -> list[tuple[float, float]]:
 
 
 def _engineering(axis: Any, unit: str = "") -> None:
-    from matplotlib.ticker import EngFormatter, NullFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     axis.set_major_formatter(EngFormatter(unit, sep=" " if unit else ""))
-    axis.set_minor_formatter(NullFormatter())
+    if axis.get_scale() == "log":
+        low, high = sorted(axis.get_view_interval())
+        axis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+        axis.set_minor_formatter(NullFormatter())

@@ -15,9 +15,9 @@ import sys
 import time
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Iterator, Literal, Sequence
+from typing import Callable, Iterator, Literal, Sequence
 
 from diloco.launch_plan import visible_gpus
 from diloco.launch_processes import LAUNCH_MARK, end_all, start_process
@@ -36,6 +36,15 @@ _DONE = "done.json"  # in the folder of a cell that is finished
 _OWN = "sweep.json"  # makes a folder that of a sweep
 
 
+#: Makes the command of one cell: (cell, its configuration file) -> argv.
+CellCommand = Callable[[Cell, Path], list[str]]
+
+
+def cell_command(cell: Cell, file: Path) -> list[str]:
+    """A simulation, or one island by itself."""
+    return [sys.executable, "-m", "islands" if cell.is_baseline else "diloco", str(file)]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What will be run.
@@ -51,6 +60,7 @@ class Plan:
     jobs: int
     threads: int
     gpus: tuple[str, ...] = ()
+    command: CellCommand = cell_command
 
     @property
     def folder(self) -> Path:
@@ -79,7 +89,7 @@ class _Running:
         return min(1.0, self.tokens / self.cell.tokens)
 
 
-def sweep(config_file: Path, overrides: Sequence[str]) -> int:
+def sweep(config_file: Path, overrides: Sequence[str], command: CellCommand = cell_command) -> int:
     """Run all cells that are not finished yet, and write the report.
 
     Returns:
@@ -88,7 +98,7 @@ def sweep(config_file: Path, overrides: Sequence[str]) -> int:
     Raises:
         ConfigError: before the first cell starts.
     """
-    plan = make_plan(config_file, overrides)
+    plan = replace(make_plan(config_file, overrides), command=command)
     _check_folder(plan.folder)
     with lock_run_dir(plan.folder, "sweep.dir") as lock, _signals_interrupt():
         plan.folder.mkdir(parents=True, exist_ok=True)
@@ -187,10 +197,9 @@ def _start(plan: Plan, cell: Cell, gpu: str | None, mark: str, lock: int) -> _Ru
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(plan.threads), LAUNCH_MARK: mark}
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
-    command = [sys.executable, "-m", "islands" if cell.is_baseline else "diloco", str(file)]
     islands = 1 if cell.is_baseline else cell.workers
     tails = [RowTail(metrics_file(cell.folder, island)) for island in range(islands)]
-    return _Running(cell, start_process(command, cell.folder / "log.txt", environment, lock), gpu, tails)
+    return _Running(cell, start_process(plan.command(cell, file), cell.folder / "log.txt", environment, lock), gpu, tails)
 
 
 def _settle(ended: _Running, failed: dict[str, str], view: SweepView) -> None:
