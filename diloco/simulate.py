@@ -1,17 +1,14 @@
 """Many islands in one process, on one device, with the outer code of a real run: ``exchange.type: in_memory`` and several islands.
 
-Each island is a thread that runs the ordinary training loop, and one of them runs at a time (:mod:`diloco.turns`). They share the
+Each island runs the ordinary training loop, and one of them runs at a time (:mod:`diloco.turns`). They share the
 model, which holds the parameters of the one whose turn it is, the text, and all that they agree on. So a simulation is
 deterministic, and what an island of one rank does over a network it does here, to the bit.
 """
 
-import contextlib
-import os
-import signal
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 from diloco.config import RunConfig
 from diloco.exchange.base import Seat
@@ -51,7 +48,7 @@ def run_simulation(config: RunConfig) -> None:
     """
     check_simulation(config, world_size())
     corpus, device = load_corpus(config), pick_device(config.run.device)
-    with _ended_by_signals(), process_group(device, config.run.timeout) as process:
+    with process_group(device, config.run.timeout) as process:
         for folder in island_dirs(Path(config.run.dir)).values():
             set_aside(folder)
         print(f"simulating {config.swarm.islands} islands on {device.type}; what follows is island 0's", flush=True)
@@ -217,19 +214,3 @@ class _Metrics(Metrics):
 
 def _open_metrics(island: Island, slot: int, continues: bool, clock: Clock | None) -> Metrics:
     return open_metrics(island, slot, continues, partial(_Metrics, clock=clock, console=slot == 0))
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """There is nothing to save: SIGTERM and Ctrl-C end the process at once, with exit code 143 or 130, whatever its threads do."""
-
-    def end(number: int, frame: object) -> None:
-        print("ended before the last step; start it again to have its results", flush=True)
-        os._exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

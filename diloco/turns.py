@@ -1,11 +1,15 @@
-"""Threads of which one runs at a time, in an order that follows from the simulated clock alone and never from how fast they are."""
+"""Islands of one process by turns: one runs at a time, in an order that follows from the simulated clock alone.
 
-import threading
+They are greenlets, which hand over only where they say so, and all of one thread: what torch keeps for each thread (workers, and
+what it knows of distributed tensors) is there once, however many islands there are.
+"""
+
+import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Callable, Protocol, Self, Sequence
 
-_LOOK_SECONDS = 1.0  # the main thread wakes so often, to act on signals
+from greenlet import greenlet
 
 
 class Player(Protocol):
@@ -18,62 +22,56 @@ class Player(Protocol):
         """Its turn begins."""
 
     def leave(self) -> None:
-        """Its turn ends, and another one's begins."""
-
-
-class Abandoned(BaseException):
-    """Another player has failed, so that this one is not to go on."""
+        """Its turn has ended, but not its play."""
 
 
 @dataclass
 class _Seat:
-    """A player's thread, and where it stands.
+    """A player, and where it stands.
 
     Attributes:
         ready: whether it could go on.
+        patience: simulated seconds after which it goes on all the same, if nobody else can.
         clock: its simulated seconds.
         used: real seconds of its own, up to ``since``, when its present turn began.
     """
 
     index: int
     player: Player
+    greenlet: greenlet
     ready: Callable[[], bool] = lambda: True
+    patience: float = math.inf
     clock: float = 0.0
     used: float = 0.0
     since: float = 0.0
-    may_go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
 
 class Turns:
     """Gives the turn to one player after another: of those who can go on the one with the earliest clock, then the first.
 
     It serves as the condition of a :class:`~diloco.meeting.Hub`: nobody runs beside the one whose turn it is, so there is nothing to
-    lock, and to wait is to let the others go on. A wait needs no limit: where nobody could go on, that is seen at once.
+    lock, and to wait is to let the others go on. Nobody waits in vain: where no one can go on, that is seen at once.
     """
 
     def __init__(self) -> None:
         self._now = 0.0
         self._seats: list[_Seat] = []
         self._current: _Seat | None = None
-        self._over, self._error = threading.Event(), None
 
     def run(self, players: Sequence[Player]) -> None:
         """Until all have played.
 
         Raises:
-            BaseException: what the first of them raised that failed; the others go no further.
+            RuntimeError: nobody can go on.
+            BaseException: what a player raised; the others go no further.
         """
-        self._seats = [_Seat(index, player) for index, player in enumerate(players)]
-        threads = [threading.Thread(target=self._play, args=(seat,), name=f"player-{seat.index}", daemon=True) for seat in self._seats]
-        for thread in threads:
-            thread.start()
-        self._give(self._next())
-        while not self._over.wait(_LOOK_SECONDS):
-            pass
-        for thread in threads:
-            thread.join(_LOOK_SECONDS)
-        if self._error:
-            raise self._error
+        self._seats = [_Seat(index, player, greenlet(player.play)) for index, player in enumerate(players)]
+        try:
+            while self._seats:
+                self._turn(self._next())
+        finally:
+            for seat in self._seats:
+                seat.greenlet.throw()  # ends it where it is
 
     def clock(self) -> float:
         """Simulated seconds of the player whose turn it is; they pass by :meth:`pass_time` and by waiting for others."""
@@ -89,14 +87,10 @@ class Turns:
         self._let_others_go(lambda: True)
 
     def wait_for(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Let others go on until ``ready()``. Always True, whatever the ``timeout``, which is for threads side by side.
-
-        Raises:
-            RuntimeError: nobody can go on.
-        """
+        """Let others go on until ``ready()``; or, where nobody can, for so many simulated seconds. Returns what it is then."""
         if not ready():
-            self._let_others_go(ready)
-        return True
+            self._let_others_go(ready, math.inf if timeout is None else timeout)
+        return ready()
 
     def notify_all(self) -> None:
         """Nothing to do: who waits is asked whether it can go on."""
@@ -108,53 +102,36 @@ class Turns:
     def __exit__(self, *error: object) -> None:
         """Nothing was locked."""
 
-    def _play(self, seat: _Seat) -> None:
-        try:
-            self._begin_turn(seat)
-            seat.player.play()
-            self._seats.remove(seat)
-            if self._seats:
-                self._give(self._next())
-            else:
-                self._over.set()
-        except Abandoned:
-            return
-        except BaseException as error:
-            self._fail(error)
-
-    def _let_others_go(self, ready: Callable[[], bool]) -> None:
-        seat = self._current
-        seat.ready = ready
-        following = self._next()
-        if following is not seat:
-            seat.used = self.own_clock()
-            seat.player.leave()
-            self._give(following)
-            self._begin_turn(seat)
-        else:
-            self._now = seat.clock = max(seat.clock, self._now)
-
-    def _begin_turn(self, seat: _Seat) -> None:
-        seat.may_go.acquire()  # given, or everything is abandoned
-        if self._error:
-            raise Abandoned
-        self._now = seat.clock = max(seat.clock, self._now)
+    def _turn(self, seat: _Seat) -> None:
+        """Of one player, until it waits or is done."""
+        self._move_clock(seat)
         seat.player.enter()
-        seat.since = time.monotonic()
+        self._current, seat.since = seat, time.monotonic()
+        seat.greenlet.switch()
+        seat.used = self.own_clock()
+        if seat.greenlet.dead:
+            self._seats.remove(seat)
+        else:
+            seat.player.leave()
+
+    def _let_others_go(self, ready: Callable[[], bool], patience: float = math.inf) -> None:
+        seat = self._current
+        seat.ready, seat.patience = ready, patience
+        if self._next() is seat:
+            self._move_clock(seat)
+        else:
+            seat.greenlet.parent.switch()
+
+    def _move_clock(self, seat: _Seat) -> None:
+        """Nobody goes on before what it waited for."""
+        self._now = seat.clock = max(seat.clock, self._now)
 
     def _next(self) -> _Seat:
-        able = [seat for seat in self._seats if seat.ready()]
-        if not able:
+        if able := [seat for seat in self._seats if seat.ready()]:
+            return min(able, key=lambda seat: (seat.clock, seat.index))
+        first = min(self._seats, key=lambda seat: (seat.clock + seat.patience, seat.index))
+        if first.patience == math.inf:
             waiting = ", ".join(str(seat.index) for seat in self._seats)
             raise RuntimeError(f"islands {waiting} wait for each other, and none of them can go on; this is a fault of the simulation")
-        return min(able, key=lambda seat: (seat.clock, seat.index))
-
-    def _give(self, seat: _Seat) -> None:
-        self._current = seat
-        seat.may_go.release()
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
-        for seat in self._seats:
-            seat.may_go.release()
-        self._over.set()
+        first.clock += first.patience
+        return first
