@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Sequence
 
+from diloco.commands_plan import plan_command
 from diloco.commands_sweep import sweep_command
 from diloco.exchange.base import JoinError
 from islands.config_file import ConfigError
@@ -217,6 +218,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "plan": plan_command,
     "launch": launch_command,
     "sweep": sweep_command,
     "status": status_command,

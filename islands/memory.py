@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         rest = ["parallel.data_parallel_size=-1"] if chosen.world_size else []
         config = load_config(IslandConfig, chosen.config, [*rest, *chosen.overrides], ignore=OUTER_SECTIONS)
-        num_ranks = chosen.world_size or _ranks_of(config)
+        num_ranks = chosen.world_size or ranks_of(config)
         estimates = compare(config, num_ranks)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _ranks_of(config: IslandConfig) -> int:
+def ranks_of(config: IslandConfig) -> int:
     """As many ranks as the sizes multiply to; of those that take the rest, as many as torchrun started."""
     parallel = config.parallel
     model_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size

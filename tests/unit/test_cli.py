@@ -35,7 +35,7 @@ def test_every_command_explains_itself(name, capsys):
     ("arguments", "told"),
     [
         (["lanch"], "'lanch' is not a command; did you mean 'launch'?"),
-        (["frobnicate"], "the commands are launch, sweep, status, report, export, generate, key"),
+        (["frobnicate"], "the commands are plan, launch"),
         (["launch", "missing.yaml"], "missing.yaml: no such file"),
         (["launch", str(QUICKSTART), "train.stepz=3", "exchange.type=in_memory"], "train.stepz: unknown key"),
         (["launch", str(QUICKSTART), "--islands", "9", "exchange.type=in_memory"], "swarm.islands=9 is more than"),

@@ -10,6 +10,8 @@ from diloco.link_model import (
     FIRST_WINDOW_BYTES,
     GOODPUT,
     ROUND_TRIPS,
+    SETTLING_ROUND_TRIPS,
+    SETTLING_SHARE,
     Link,
     Pace,
     RoundLoad,
@@ -18,6 +20,7 @@ from diloco.link_model import (
     parse_time,
     predict,
     round_seconds,
+    settling_seconds,
     slow_start_seconds,
 )
 from islands.config_file import ConfigError
@@ -55,6 +58,19 @@ def test_windows_double_until_the_line_is_full_and_connections_begin_together() 
     eight = replace(long, connections=8)
     assert slow_start_seconds(eight, 8 * 3 * FIRST_WINDOW_BYTES) == pytest.approx(1, abs=1e-2)
     assert slow_start_seconds(replace(long, rtt=0.0), 1e9) == 0
+
+
+def test_a_round_over_few_chunks_uses_few_connections() -> None:
+    long = Link(bits_per_second=1e12, rtt=1.0, connections=8)
+    six = replace(LOAD, bytes_each_way=6 * FIRST_WINDOW_BYTES, encode_seconds=0.0)
+    one_chunk, many = (round_seconds(long, replace(six, chunks=chunks)) for chunks in (1, 100))
+    assert one_chunk == pytest.approx(ROUND_TRIPS + 2, abs=0.01) and many == pytest.approx(ROUND_TRIPS, abs=0.01)
+
+
+def test_congestion_control_settles_within_so_many_round_trips() -> None:
+    short, long = (settling_seconds(replace(LINK, rtt=rtt), 10e6) for rtt in (0.01, 10.0))
+    assert short == pytest.approx(SETTLING_SHARE * SETTLING_ROUND_TRIPS * 0.01)
+    assert long == pytest.approx(SETTLING_SHARE * 0.8)
 
 
 def test_training_waits_for_a_whole_round_where_nothing_overlaps() -> None:
