@@ -175,6 +175,6 @@ def _device_note(study: Study) -> str:
     if study.simulated:
         return (
             "The islands of each run were simulated in one process, with the arithmetic of a real swarm. Losses, norms, cosines and "
-            "seconds of computing are measured; bytes are computed from what was encoded; what links would do is predicted."
+            "seconds of computing are measured; bytes are computed by the rules of the exchange; what links would do is predicted."
         )
     return "Losses, norms, cosines, bytes and seconds are measured on the runs themselves; what other links would do is predicted."

@@ -97,7 +97,7 @@ def svg(figure: "Figure", name: str) -> str:
 
 def pictures(study: Study) -> list[Picture]:
     """Those for which there is something to show."""
-    styles, bytes_are = Styles(study), "computed from what was encoded" if study.simulated else "counted by the exchange"
+    styles, bytes_are = Styles(study), "computed by the rules of the exchange" if study.simulated else "counted by the exchange"
     axis = x_key(study)
     found = [
         Picture(

@@ -11,7 +11,7 @@ import yaml
 
 from diloco.report import Summary, summarize
 from diloco.report_drift import Drift, drift_of_rounds
-from diloco.report_traffic import bytes_each_way, data_parallel_bytes, decode_share, wire_of
+from diloco.report_traffic import data_parallel_bytes, decode_seconds, traffic_of, wire_of
 from diloco.run_files import Row
 from diloco.run_record import IslandRecord, read_run
 
@@ -113,21 +113,20 @@ def _of_summary(summary: Summary) -> Measures:
 
 def _of_rounds(records: list[IslandRecord], raw: dict[str, Any], islands: int) -> Measures:
     rounds, wire = [row for record in records for row in record.rounds], wire_of(raw)
-    sizes = [bytes_each_way(row, wire, islands) for row in rounds] if wire else []
-    share = decode_share(wire, islands) if wire else 1.0
-    copying = [row.get("gather_seconds", 0.0) + row.get("scatter_seconds", 0.0) for row in rounds]
+    traffic = [traffic_of(row, wire, islands) for row in rounds] if wire else []
     simulated = look_up(raw, "exchange.type") == "in_memory" and islands > 1
-    decoding = _once_a_round(rounds, "decode_seconds")
+    if simulated and wire:
+        rounds = [row | {"decode_seconds": decode_seconds(row, wire, islands)} for row in rounds]
     return dict(
         rounds=max((record.count("committed") for record in records), default=0),
         bits_per_parameter=_mean([row.get("bits_per_parameter") for row in rounds]),
-        bytes_each_way_per_round=_mean(sizes),
-        bytes_per_island=sum(sizes) / len(records) if rounds else None,
+        bytes_each_way_per_round=_mean([each.each_way for each in traffic]),
+        bytes_per_island=sum(each.sent for each in traffic) / len(records) if rounds else None,
         bytes_are="computed" if simulated else "counted",
         encode_seconds=_mean([row.get("encode_seconds") for row in rounds]),
-        decode_seconds=None if decoding is None else decoding * (share if simulated else 1.0),
+        decode_seconds=_once_a_round(rounds, "decode_seconds"),
         outer_step_seconds=_once_a_round(rounds, "step_seconds"),
-        copy_seconds=_mean(copying),
+        copy_seconds=_mean([row.get("gather_seconds", 0.0) + row.get("scatter_seconds", 0.0) for row in rounds]),
     )
 
 

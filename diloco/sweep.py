@@ -126,7 +126,8 @@ def make_plan(config_file: Path, overrides: Sequence[str]) -> Plan:
     on_gpus = any(cell.config.run.device != "cpu" for cell in cells)
     gpus, cores = visible_gpus() if on_gpus else (), _num_cores()
     jobs = min(described.section.jobs or len(gpus) or cores, len(cells))
-    return Plan(described, cells, jobs, max(1, cores // jobs), gpus)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return Plan(described, cells, jobs, int(threads) if threads.isdecimal() else max(1, cores // jobs), gpus)
 
 
 def is_done(cell: Cell) -> bool:

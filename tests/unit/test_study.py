@@ -69,9 +69,9 @@ def test_measures_of_a_simulation(runs: list[Measured]) -> None:
     encoded = parameters * PARAMETER_BITS / 8
     assert (row["kind"], row["islands"], row["sync_every"], row["rounds"], row["tokens"]) == ("islands", 3, 5, 4, 3 * STEPS * 128)
     assert row["eval_loss"] == pytest.approx(3.01)
-    assert row["bytes_each_way_per_round"] == pytest.approx(2 / 3 * 2 * encoded)  # shares of the contribution, and of the mean
-    assert row["bytes_per_island"] == pytest.approx(4 * row["bytes_each_way_per_round"])
-    assert row["decode_seconds"] == pytest.approx(0.02 * 2 / 3) and row["bytes_are"] == "computed"
+    assert row["bytes_each_way_per_round"] == pytest.approx(2 * 2 * encoded)  # one chunk: through the link of the island that reduces it
+    assert row["bytes_per_island"] == pytest.approx(4 * 2 / 3 * 2 * encoded)  # in four rounds; contribution and mean, each from two of three
+    assert row["decode_seconds"] == pytest.approx(0.02 * (1 + 1 / 3)) and row["bytes_are"] == "computed"
     assert [tokens for tokens, _ in run.curves.rounds] == [3 * 128 * step for step in (5, 10, 15, 20)]
     vectors = pseudo_gradients(3, seed=2)
     assert run.curves.rounds[1][1].distance == pytest.approx(float((vectors - vectors.mean(0)).square().sum(1).mean().sqrt()))
@@ -106,7 +106,7 @@ def test_the_cheapest_of_those_that_are_as_good_is_named(study: Study) -> None:
 def test_predictions_are_those_of_the_link_model(study: Study) -> None:
     link = Link(100e6, 0.08)
     row = next(row for row in study.rows if row["cell"] == "h5-1")
-    load = RoundLoad(3, row["bytes_each_way_per_round"], 0.01, 0.02 * 2 / 3, 0.005, chunks=1, copy_seconds=0.002)
+    load = RoundLoad(3, row["bytes_each_way_per_round"], 0.01, 0.02 * 4 / 3, 0.005, chunks=1, copy_seconds=0.002)
     expected = predict(link, load, Pace(0.05, 5, 1, 0))
     assert row["predicted_utilization_100mbit"] == pytest.approx(expected.utilization)
     assert row["predicted_seconds_100mbit"] == pytest.approx(expected.seconds_per_step * STEPS)

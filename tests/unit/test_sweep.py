@@ -138,6 +138,7 @@ def test_what_an_interrupted_cell_left_is_no_result(tmp_path: Path, cells: Cells
 
 def test_threads_depend_on_the_file_and_not_on_what_is_left(tmp_path: Path, cells: Cells, plain: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(sweeping, "_num_cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # it would be theirs
     file = seeds(tmp_path, 0, 3, 1, jobs=3)
     cells.let_go()
     assert sweeping.sweep(file, [], cells.command) == 0
