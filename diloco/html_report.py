@@ -1,4 +1,7 @@
-"""``report.html``: one file that needs no network, with the answer on top. Every number on it is one of ``results.csv`` or ``settings.csv``."""
+"""``report.html``: one file that needs no network, with the answer on top.
+
+Every number on it is one of ``results.csv`` or ``settings.csv``.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

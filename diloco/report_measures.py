@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Iterable
 
 import yaml
@@ -98,7 +98,7 @@ def measure(run_dir: Path, name: str, workers: int | None = None) -> Measured:
         eval_loss=summary["eval_loss"],
         eval_loss_start=summary["eval_loss_start"],
         train_loss=summary["final_loss"],
-        step_seconds=_mean([row["step_seconds"] for record in records for row in record.steps[1:] if "step_seconds" in row]),
+        step_seconds=_median([row["step_seconds"] for record in records for row in record.steps[1:] if "step_seconds" in row]),
     )
     row |= _of_rounds(records, raw, workers) if kind == ISLANDS else _of_gradients(row, workers)
     row |= _of_summary(summary)
@@ -200,6 +200,11 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _thinned_rounds(points: list[tuple[float, Drift]]) -> list[tuple[float, Drift]]:
     return points[:: max(1, math.ceil(len(points) / MOST_POINTS))]
+
+
+def _median(values: list[float]) -> float | None:
+    """What is typical of steps: some wait for whatever else the machine does."""
+    return median(values) if values else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -90,19 +90,22 @@ class Study:
         return [setting for setting in self.settings if not setting.is_baseline]
 
 
-def make_study(title: str, runs: Sequence[Measured], swept: Sequence[str], unfinished: Sequence[Measures] = ()) -> Study:
+def make_study(
+    title: str, runs: Sequence[Measured], swept: Sequence[str], unfinished: Sequence[Measures] = (), one_machine: bool = False
+) -> Study:
     """Put runs together.
 
     Args:
         swept: configuration keys in which they may differ.
         unfinished: rows of runs that came to nothing, with at least ``cell``, ``kind`` and ``status``.
+        one_machine: see :func:`~diloco.report_predictions.add_predictions`.
     """
     keys = [key for key in swept if key != SEED]
     rows = []
     for run in runs:
         values = {key: look_up(run.raw, key) for key in keys}
         rows.append({"cell": run.row["cell"], "status": FINISHED, **values, **run.row, "baseline": run.row.get("baseline")})
-    add_predictions(rows)
+    add_predictions(rows, one_machine)
     _compare(rows)
     simulated = any(row.get("bytes_are") == "computed" for row in rows if row["kind"] == ISLANDS)
     curves = {run.row["cell"]: run.curves for run in runs}

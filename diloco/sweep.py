@@ -6,7 +6,6 @@ it is run.
 """
 
 import json
-import os
 import shlex
 import shutil
 import signal
@@ -19,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Callable, Iterator, Literal, Sequence
 
-from diloco.launch_plan import visible_gpus
 from diloco.launch_processes import LAUNCH_MARK, end_all, start_process
 from diloco.live_view import clock
 from diloco.run_files import RowTail, lock_run_dir, metrics_file, write_atomically
 from diloco.sweep_cells import Cell, make_cells
 from diloco.sweep_config import SweepFile, read_sweep
+from diloco.sweep_places import Places, find_places
 from diloco.sweep_report import write_sweep_report
 from diloco.sweep_view import Standing, SweepView, make_view
 from islands.config_file import ConfigError, dump_config
@@ -47,19 +46,11 @@ def cell_command(cell: Cell, file: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be run.
-
-    Attributes:
-        jobs: cells that run side by side.
-        threads: of each.
-        gpus: ids, of which each cell gets one; empty: all compute on the CPU.
-    """
+    """What will be run, and where."""
 
     sweep: SweepFile
     cells: list[Cell]
-    jobs: int
-    threads: int
-    gpus: tuple[str, ...] = ()
+    places: Places
     command: CellCommand = cell_command
 
     @property
@@ -124,10 +115,7 @@ def make_plan(config_file: Path, overrides: Sequence[str]) -> Plan:
     described = read_sweep(config_file, overrides)
     cells = make_cells(described)
     on_gpus = any(cell.config.run.device != "cpu" for cell in cells)
-    gpus, cores = visible_gpus() if on_gpus else (), _num_cores()
-    jobs = min(described.section.jobs or len(gpus) or cores, len(cells))
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    return Plan(described, cells, jobs, int(threads) if threads.isdecimal() else max(1, cores // jobs), gpus)
+    return Plan(described, cells, find_places(described.section.jobs, len(cells), on_gpus))
 
 
 def is_done(cell: Cell) -> bool:
@@ -151,16 +139,16 @@ def _run_all(plan: Plan, waiting: list[Cell], failed: dict[str, str], view: Swee
     """
     mark, running, waiting = uuid.uuid4().hex, [], list(waiting)
     estimate = _Estimate(waiting)
-    free_gpus = [plan.gpus[number % len(plan.gpus)] if plan.gpus else None for number in range(plan.jobs)]
+    free = plan.places.free
     try:
         while waiting or running:
-            while waiting and free_gpus:
-                running.append(_start(plan, waiting.pop(0), free_gpus.pop(0), mark, lock))
+            while waiting and free:
+                running.append(_start(plan, waiting.pop(0), free.pop(0), mark, lock))
             for one in running:
                 one.read()
             for ended in [one for one in running if one.process.poll() is not None]:
                 running.remove(ended)
-                free_gpus.append(ended.gpu)
+                free.append(ended.gpu)
                 estimate.ended(ended)
                 _settle(ended, failed, view)
             shown = [(one.cell.name, one.share) for one in running]
@@ -195,9 +183,7 @@ def _start(plan: Plan, cell: Cell, gpu: str | None, mark: str, lock: int) -> _Ru
     cell.folder.mkdir(parents=True)
     file = cell.folder / "config.yaml"
     file.write_text(dump_config(cell.config))
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(plan.threads), LAUNCH_MARK: mark}
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    environment = {**plan.places.environment(gpu), LAUNCH_MARK: mark}
     islands = 1 if cell.is_baseline else cell.workers
     tails = [RowTail(metrics_file(cell.folder, island)) for island in range(islands)]
     return _Running(cell, start_process(plan.command(cell, file), cell.folder / "log.txt", environment, lock), gpu, tails)
@@ -238,14 +224,8 @@ def _done(plan: Plan) -> set[str]:
 def _told(plan: Plan, missing: int) -> str:
     tokens = {cell.tokens for cell in plan.cells}
     each = f"{max(tokens):,} tokens each" if len(tokens) == 1 else f"{min(tokens):,} to {max(tokens):,} tokens each"
-    place = f"{len(plan.gpus)} GPUs" if plan.gpus else f"CPU, {plan.threads} threads each"
     before = f", {len(plan.cells) - missing} of them finished before" if missing < len(plan.cells) else ""
-    return f"{plan.sweep.run_name}: {len(plan.cells)} cells of {each}{before}; {plan.jobs} side by side ({place}) in {plan.folder}"
-
-
-def _num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{plan.sweep.run_name}: {len(plan.cells)} cells of {each}{before}; {plan.places} in {plan.folder}"
 
 
 @contextmanager

@@ -105,6 +105,7 @@ def _cell(sweep: SweepFile, keys: dict[str, Any]) -> Cell:
     if isinstance(raw["swarm"], dict):
         raw["swarm"].setdefault("max_slots", raw["swarm"].get("islands", 1))  # all samples are some island's
     set_key(raw, "train.resume", "never")
+    set_key(raw, "checkpoint.every", 0)  # what is interrupted is run afresh
     if isinstance(raw["exchange"], dict) and raw["exchange"].get("type") != "in_memory":  # a file of a real run will do
         raw["exchange"] = {key: value for key, value in raw["exchange"].items() if key in ExchangeSection.model_fields}
     set_key(raw, "exchange.type", "in_memory")

@@ -17,6 +17,7 @@ _NOT_SWEPT = {
     "run.name": "cells are named by what they differ in",
     "run.device": "all cells compute on the same kind of device, or their step times can't be compared",
     "train.resume": "a cell that was interrupted is run afresh",
+    "checkpoint.every": "a cell that was interrupted is run afresh",
     "checkpoint.dir": "each cell has a folder of its own",
     "exchange.type": "the islands of a cell are simulated: in_memory",
     "swarm.slot": "a simulation gives the slots",

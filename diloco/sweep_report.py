@@ -22,7 +22,7 @@ def write_sweep_report(sweep: SweepFile, cells: list[Cell], done: set[str], fail
     runs = [_measured(cell, names) for cell in cells if cell.name in done]
     missing = [_missing(cell, failed) for cell in cells if cell.name not in done]
     swept = list(dict.fromkeys(key for keys in sweep.section.combinations for key in keys))
-    study = make_study(sweep.run_name, runs, swept, missing)
+    study = make_study(sweep.run_name, runs, swept, missing, one_machine=True)
     write_tables(study, sweep.folder)
     return write_page(study, sweep.folder)
 

@@ -19,6 +19,7 @@ from study_runs import write_run
 from test_sweep_cells import sweep_file
 
 from diloco import sweep as sweeping
+from diloco import sweep_places
 from diloco.run_files import lock_run_dir
 from diloco.sweep_cells import Cell
 from islands.config_file import ConfigError
@@ -137,7 +138,7 @@ def test_what_an_interrupted_cell_left_is_no_result(tmp_path: Path, cells: Cells
 
 
 def test_threads_depend_on_the_file_and_not_on_what_is_left(tmp_path: Path, cells: Cells, plain: None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sweeping, "_num_cores", lambda: 6)
+    monkeypatch.setattr(sweep_places, "num_cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # it would be theirs
     file = seeds(tmp_path, 0, 3, 1, jobs=3)
     cells.let_go()
@@ -150,10 +151,10 @@ def test_threads_depend_on_the_file_and_not_on_what_is_left(tmp_path: Path, cell
 
 
 def test_each_cell_has_a_gpu_where_there_are_some(tmp_path: Path, cells: Cells, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sweeping, "visible_gpus", lambda: ("4", "7"))
-    plan = sweeping.make_plan(seeds(tmp_path, 0, 1, 2, jobs=0), [])
-    assert (plan.jobs, plan.gpus) == (2, ("4", "7"))
-    assert sweeping.make_plan(seeds(tmp_path, 0, jobs=0), ["run.device=cpu"]).gpus == ()
+    monkeypatch.setattr(sweep_places, "visible_gpus", lambda: ("4", "7"))
+    places = sweeping.make_plan(seeds(tmp_path, 0, 1, 2, jobs=0), []).places
+    assert (places.jobs, places.free, places.environment("7")["CUDA_VISIBLE_DEVICES"]) == (2, ["4", "7"], "7")
+    assert sweeping.make_plan(seeds(tmp_path, 0, jobs=0), ["run.device=cpu"]).places.gpus == ()
 
 
 def test_nothing_starts_where_one_cell_is_invalid(tmp_path: Path, cells: Cells) -> None:
