@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Sequence
 
 from diloco.commands_plan import plan_command
+from diloco.commands_sweep import sweep_command
 from diloco.exchange.base import JoinError
 from islands.config_file import ConfigError
 
@@ -85,18 +86,26 @@ def status_command(arguments: Sequence[str]) -> int:
 
 
 def report_command(arguments: Sequence[str]) -> int:
-    """summarize a run: summary.json, report.png, and a few lines here"""
+    """summarize a run, or compare several: summary.json, report.png, report.html, and a few lines here"""
     parser = _parser(
         "report",
-        "Read what the islands of a run recorded, write RUN_DIR/summary.json and RUN_DIR/report.png, and print the "
-        "summary. Works on runs that go on still, or ended early: what was not measured is null in summary.json.",
-        "example:\n  diloco report runs/quickstart",
+        "Read what the islands of a run recorded, write summary.json, report.png and report.html into RUN_DIR, and print the "
+        "summary. Works on runs that go on still, or ended early: what was not measured is null in summary.json. Of several "
+        "runs, do so for each, but make one page with all of them side by side, and tables.",
+        "examples:\n  diloco report runs/quickstart\n  diloco report runs/first runs/second --out comparison",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, such as runs/quickstart")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, such as runs/quickstart")
+    parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR", help="where to compare several (comparison)")
     chosen = parser.parse_args(arguments)
     from diloco.report import print_summary, write_report
+    from diloco.runs_report import write_comparison, write_run_page
 
-    print_summary(chosen.run_dir, write_report(chosen.run_dir))
+    for run_dir in chosen.run_dirs:
+        print_summary(run_dir, write_report(run_dir))
+    if len(chosen.run_dirs) == 1:
+        write_run_page(chosen.run_dirs[0])
+    else:
+        print(f"\n{write_comparison(chosen.run_dirs, chosen.out)}\nside by side: {chosen.out / 'report.html'}")
     return 0
 
 
@@ -211,6 +220,7 @@ def island_command(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan_command,
     "launch": launch_command,
+    "sweep": sweep_command,
     "status": status_command,
     "report": report_command,
     "export": export_command,

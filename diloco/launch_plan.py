@@ -83,7 +83,7 @@ def make_plan(config_file: Path, overrides: Sequence[str], islands: int | None =
     _refuse_keys_set_by_launch(config.swarm)
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: give how often an island may be started again, 0 for never")
-    gpus = _visible_gpus() if config.run.device != "cpu" else ()
+    gpus = visible_gpus() if config.run.device != "cpu" else ()
     ranks = _ranks_of_an_island(config, len(gpus))
     check_grid(config, ranks)
     make_fragments(config, schema_of(meta_model(config)))
@@ -109,7 +109,8 @@ def _refuse_keys_set_by_launch(swarm: SwarmSection) -> None:
             )
 
 
-def _visible_gpus() -> tuple[str, ...]:
+def visible_gpus() -> tuple[str, ...]:
+    """Ids of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
     import torch
 
     count = torch.cuda.device_count()

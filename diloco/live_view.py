@@ -187,7 +187,7 @@ def progress_line(progress: IslandProgress) -> str:
     if progress.begun > 1:
         parts.append(f"begun again {progress.begun - 1}x")
     if progress.state == "training" and (left := progress.seconds_left()) is not None:
-        parts.append(f"{_clock(left)} left")
+        parts.append(f"{clock(left)} left")
     return " · ".join(parts)
 
 
@@ -247,9 +247,9 @@ class TerminalView:
         return Group(self._headline(islands), table)
 
     def _headline(self, islands: Sequence[IslandProgress]) -> Text:
-        headline = Text.assemble((self._title, "bold"), f" · {_clock(time.monotonic() - self._started)} elapsed")
+        headline = Text.assemble((self._title, "bold"), f" · {clock(time.monotonic() - self._started)} elapsed")
         left = [seconds for progress in islands if (seconds := progress.seconds_left()) is not None]
-        return headline.append(f" · about {_clock(max(left))} left") if left else headline
+        return headline.append(f" · about {clock(max(left))} left") if left else headline
 
 
 def _state(progress: IslandProgress) -> str:
@@ -262,7 +262,8 @@ def _rounds(progress: IslandProgress) -> str:
     return f"{progress.committed} ({missed})" if missed else f"{progress.committed}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Such as ``2:05``, or ``1:00:00``."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

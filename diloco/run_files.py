@@ -112,8 +112,11 @@ def write_atomically(path: Path, content: bytes) -> None:
     os.replace(staged, path)
 
 
-def lock_run_dir(run_dir: Path) -> BinaryIO:
+def lock_run_dir(run_dir: Path, key: str = "run.dir") -> BinaryIO:
     """Keep others from starting a run in ``run_dir``, for as long as what this returns is open, here or in a process that inherited it.
+
+    Args:
+        key: that names the folder in the configuration.
 
     Raises:
         ConfigError: somebody has the lock, which lies beside the folder, or it can't be made.
@@ -123,12 +126,12 @@ def lock_run_dir(run_dir: Path) -> BinaryIO:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         lock = run_dir.with_name(f".{run_dir.name}.lock").open("ab")
     except OSError as error:
-        raise _unwritable(run_dir, error) from None
+        raise _unwritable(run_dir, error, key) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ConfigError(f"run.dir={run_dir} is in use: a run goes on in it, or is ending. Wait, or choose another folder") from None
+        raise ConfigError(f"{key}={run_dir} is in use: a run goes on in it, or is ending. Wait, or choose another folder") from None
     return lock
 
 
@@ -174,8 +177,8 @@ def _refuse_others(run_dir: Path) -> None:
         raise ConfigError(f"run.dir={run_dir} exists and holds no run, so it stays as it is. Choose another folder")
 
 
-def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"run.dir={run_dir}: {error.strerror}. Choose a folder that can be written to")
+def _unwritable(run_dir: Path, error: OSError, key: str = "run.dir") -> ConfigError:
+    return ConfigError(f"{key}={run_dir}: {error.strerror}. Choose a folder that can be written to")
 
 
 def _move_aside(run_dir: Path) -> Path:

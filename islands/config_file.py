@@ -86,10 +86,32 @@ def load_config(root: type[Root], path: str | Path, overrides: Iterable[str] = (
     Raises:
         ConfigError: naming every problem found.
     """
+    raw = read_raw(path, overrides)
+    return parse_config(root, {key: value for key, value in raw.items() if key not in set(ignore)}, source=str(path))
+
+
+def read_raw(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The file at ``path`` with ``overrides`` applied, as nested dicts that nothing has checked yet.
+
+    Raises:
+        ConfigError: it can't be read, or an override is none.
+    """
     raw = _read_yaml(Path(path))
     for override in overrides:
         _apply_override(raw, override)
-    return parse_config(root, {key: value for key, value in raw.items() if key not in set(ignore)}, source=str(path))
+    return raw
+
+
+def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
+    """``raw["a"]["b"] = value`` for the key ``a.b``. Raises ConfigError where a parent is not a section."""
+    path = key.split(".")
+    for depth, parent in enumerate(path[:-1], start=1):
+        if raw.get(parent) is None:
+            raw[parent] = {}
+        if not isinstance(raw[parent], dict):
+            raise ConfigError(f"{key}: {'.'.join(path[:depth])} holds {raw[parent]!r} and has no keys below it")
+        raw = raw[parent]
+    raw[path[-1]] = value
 
 
 def parse_config(root: type[Root], raw: dict[str, Any], source: str = "configuration") -> Root:
@@ -151,8 +173,7 @@ def _yaml_problem(error: Exception) -> str:
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    path = key.split(".")
-    if not separator or not all(path):
+    if not separator or not all(key.split(".")):
         raise ConfigError(f"{override!r} is not of the form key.sub=value, for example train.steps=100")
     try:
         value = yaml.load(text, Loader=_Loader)
@@ -161,13 +182,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             f"{key}: {text!r} is not a valid YAML value ({_yaml_problem(error)}); text with any of []{{}}:#&*!|>%@ "
             f"in it needs quotes that the shell leaves, for example '{key}=\"{text}\"'"
         ) from error
-    for depth, parent in enumerate(path[:-1], start=1):
-        if raw.get(parent) is None:
-            raw[parent] = {}
-        if not isinstance(raw[parent], dict):
-            raise ConfigError(f"{key}: {'.'.join(path[:depth])} holds {raw[parent]!r} and has no keys below it")
-        raw = raw[parent]
-    raw[path[-1]] = value
+    set_key(raw, key, value)
 
 
 def _is_section(field: FieldInfo) -> bool:

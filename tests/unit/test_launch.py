@@ -415,13 +415,13 @@ def test_what_can_not_work_is_refused_before_anything_starts(tmp_path, overrides
     [(0, -1, 1, 0), (1, -1, 1, 0), (2, -1, 1, 2), (8, -1, 4, 8), (3, 2, 2, 0), (4, 2, 2, 4), (5, -1, 2, 4)],
 )
 def test_gpus_are_divided_if_every_rank_gets_one(tmp_path, monkeypatch, num_gpus, data_parallel_size, ranks, used):
-    monkeypatch.setattr(launch_plan, "_visible_gpus", lambda: tuple(map(str, range(num_gpus))))
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: tuple(map(str, range(num_gpus))))
     plan = _plan(tmp_path, f"parallel.data_parallel_size={data_parallel_size}")
     assert (plan.ranks, len(plan.gpus)) == (ranks, used)
 
 
 def test_each_island_sees_its_own_gpus(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr(launch_plan, "_visible_gpus", lambda: ("4", "5", "6", "7"))
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: ("4", "5", "6", "7"))
     assert launch(QUICKSTART, [f"run.dir={tmp_path / 'run'}", NO_EXCHANGE], command=fake("finish")) == 0
     given = [_given(tmp_path / "run", island) for island in (0, 1)]
     assert [each["environment"]["CUDA_VISIBLE_DEVICES"] for each in given] == ["4,5", "6,7"]
@@ -429,7 +429,7 @@ def test_each_island_sees_its_own_gpus(tmp_path, fake, monkeypatch):
 
 
 def test_too_few_gpus_are_refused_where_gpus_were_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch_plan, "_visible_gpus", lambda: ("0",))
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: ("0",))
     with pytest.raises(ConfigError, match="2 islands x 2 ranks = 4 ranks, and this machine has 1"):
         _plan(tmp_path, "run.device=cuda")
 
