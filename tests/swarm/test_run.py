@@ -151,6 +151,25 @@ def test_islands_with_different_grids_train_one_model(run: Run) -> None:
     assert losses[0][-1]["loss"] == pytest.approx(losses[1][-1]["loss"], abs=1e-5)  # and the same anchor at the end
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_cluster_of_two_replicas_is_one_island_among_others(run: Run) -> None:
+    config = run.config(islands=2, ranks=1, steps=12)
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
+    hybrid = ["parallel.data_parallel_size=-1", "parallel.data_parallel_strategy=hybrid_shard", "parallel.shard_size=2"]
+    first = run.start(*torchrun, "4", "-m", "diloco", config, *hybrid, module="")
+    second = run.start(*torchrun, "1", "-m", "diloco", config, f"swarm.initial_peers=[{address_of(first)}]", module="")
+    for process in (first, second):
+        output, _ = process.communicate(timeout=150)
+        assert process.returncode == 0, output
+    grids = [run.rows(island, "event")[0]["detail"]["grid"] for island in (0, 1)]
+    assert grids == ["pipeline 1 x replicate 2 x shard 2 x tensor 1", "pipeline 1 x replicate 1 x shard 1 x tensor 1"]
+    rounds = [run.rows(island, "round") for island in (0, 1)]
+    digests = [[row["digest"] for row in each] for each in rounds]
+    assert digests[0] == digests[1] and len(set(digests[0])) == 3
+    assert all((row["outcome"], row["members"]) == ("committed", [0, 1]) for row in rounds[0])
+
+
 @pytest.mark.timeout(180)
 def test_control_c_stops_with_checkpoints_and_the_same_command_goes_on(run: Run) -> None:
     config = run.config(islands=2, ranks=1, steps=100_000)
