@@ -118,7 +118,7 @@ class ClusterRound:
         shards, state = self._shards[fragment], self._states[fragment]
         work = self._log.work[fragment].offer(progress.position, progress.step)
         flight = Flight(fragment, self._fragments[fragment].numel, work, self._log.inner_step, progress.slot, state.height)
-        moved = torch.empty(shards.numel, dtype=state.anchor.dtype, device=self._process.device)
+        moved = torch.empty(shards.numel, dtype=state.anchor.dtype, device=state.device)
         for piece, local in shards.pieces():
             torch.sub(state.anchor_at(piece), local.reshape(-1), out=moved[piece])
         square = shards.square(moved)
@@ -225,8 +225,10 @@ class ClusterRound:
         Args:
             load: reads it into the parameters, and into the tensors by key that it is given; returns where in the run that is.
         """
-        means = {flight.fragment: torch.empty_like(self._states[flight.fragment].anchor, device=self._process.device) for flight in facts.flights}
-        into = self._agreed()
+        into, means = self._agreed(), {}
+        for flight in facts.flights:
+            state = self._states[flight.fragment]
+            means[flight.fragment] = torch.empty(state.numel, dtype=state.anchor.dtype, device=state.device)
         for fragment, mean in means.items():
             into |= self._named(fragment, "mean", mean)
         progress = load(into)

@@ -16,10 +16,10 @@ class ShardState:
     """Of one fragment. Every tensor is flat, of ``numel`` elements.
 
     Args:
-        device: of the parameters.
         offload: keep it in memory of the CPU, pinned, from which an accelerator gets a block at a time.
 
     Attributes:
+        device: of the parameters.
         height: rounds that have counted.
         step: the inner step at which the last of them was launched.
         tokens: that they have counted, of all islands.
@@ -28,7 +28,7 @@ class ShardState:
     def __init__(
         self, numel: int, optimizer: OuterOptimizer, outer_lr: OuterLr, dtype: torch.dtype, device: torch.device, offload: bool
     ) -> None:
-        self.numel, self._optimizer, self._outer_lr, self._device = numel, optimizer, outer_lr, device
+        self.numel, self._optimizer, self._outer_lr, self.device = numel, optimizer, outer_lr, device
         self._offloaded = offload and device.type != "cpu"
         memory = dict(dtype=dtype, device="cpu" if self._offloaded else device, pin_memory=self._offloaded)
         self.anchor = torch.zeros(numel, **memory)
@@ -42,21 +42,21 @@ class ShardState:
 
     def anchor_at(self, piece: slice) -> Tensor:
         """Some elements of the anchor, on the parameters' device."""
-        return self.anchor[piece].to(self._device, non_blocking=True)
+        return self.anchor[piece].to(self.device, non_blocking=True)
 
     def advance(self, mean: Tensor, step: int, tokens: int) -> None:
         """Step the anchor, in place, by the mean pseudo-gradient of a round that was launched at inner step ``step``, with ``tokens``."""
         lr = self._outer_lr.at(self.height, self.step, self.tokens)
         for piece in self._blocks():
             anchor = self.anchor_at(piece)
-            state = {name: tensor[piece].to(self._device, non_blocking=True) for name, tensor in self.optimizer_state.items()}
+            state = {name: tensor[piece].to(self.device, non_blocking=True) for name, tensor in self.optimizer_state.items()}
             self._optimizer.step(anchor, mean[piece], state, self.height, lr, anchor, state)
             if self._offloaded:
                 self.anchor[piece].copy_(anchor, non_blocking=True)
                 for name, tensor in state.items():
                     self.optimizer_state[name][piece].copy_(tensor, non_blocking=True)
         if self._offloaded:
-            torch.accelerator.synchronize(self._device)
+            torch.accelerator.synchronize(self.device)
         self.height, self.step, self.tokens = self.height + 1, step, self.tokens + tokens
 
     def checksum(self) -> Tensor:
@@ -64,14 +64,14 @@ class ShardState:
 
         A sum of all words, each times an odd number that depends on its place. It finds copies that have drifted apart, not malice.
         """
-        total = torch.zeros((), dtype=torch.int64, device=self._device)
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
         for number, (_, tensor) in enumerate(self.tensors()):
             for piece in self._blocks():
-                words = tensor[piece].to(self._device).view(torch.int64 if tensor.dtype == torch.float64 else torch.int32)
-                places = torch.arange(piece.start, piece.stop, device=self._device)
+                words = tensor[piece].to(self.device).view(torch.int64 if tensor.dtype == torch.float64 else torch.int32)
+                places = torch.arange(piece.start, piece.stop, device=self.device)
                 total += (words * (places * 2 + 1)).sum() * (2 * number + 1)
         return total
 
     def _blocks(self) -> Iterator[slice]:
-        size = BLOCK if self._device.type == "cpu" else _DEVICE_BLOCK
+        size = BLOCK if self.device.type == "cpu" else _DEVICE_BLOCK
         return (slice(start, min(start + size, self.numel)) for start in range(0, self.numel, size))
