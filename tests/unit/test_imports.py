@@ -137,6 +137,7 @@ RULES: dict[Callable[[ast.AST], list[int]], set[str]] = {
     environment_lines: {
         "islands/process.py",
         "diloco/launch_plan.py",  # that of its children
+        "diloco/planner_probe.py",  # likewise
         "diloco/exchange/hivemind/process.py",  # tells hivemind and its daemon to be quiet, in a process of their own
     },
     backend_lines: {"islands/process.py"},
