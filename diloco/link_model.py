@@ -151,8 +151,9 @@ def round_seconds(link: Link, load: RoundLoad, idle: float = math.inf) -> float:
 
 def predict(link: Link, load: RoundLoad, pace: Pace) -> Prediction:
     """Of a long run, in which all islands are equally fast and rounds of several fragments may be in flight at once."""
-    busy = _busy_seconds(link, load)
-    idle = max(0.0, pace.sync_every / pace.fragments * pace.inner_step_seconds - busy)
+    busy, computing = _busy_seconds(link, load), pace.sync_every / pace.fragments * pace.inner_step_seconds
+    at_once = _with_rounds(round_seconds(link, load, idle=0.0), busy, load.copy_seconds, pace)
+    idle = max(0.0, computing + at_once.stall_seconds - busy)
     return _with_rounds(round_seconds(link, load, idle), busy, load.copy_seconds, pace)
 
 

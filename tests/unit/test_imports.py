@@ -138,6 +138,7 @@ RULES: dict[Callable[[ast.AST], list[int]], set[str]] = {
         "islands/process.py",
         "diloco/launch_plan.py",  # that of its children
         "diloco/sweep_places.py",  # and of its
+        "diloco/planner_probe.py",  # likewise
         "diloco/exchange/hivemind/process.py",  # tells hivemind and its daemon to be quiet, in a process of their own
     },
     backend_lines: {"islands/process.py"},

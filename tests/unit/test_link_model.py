@@ -81,6 +81,14 @@ def test_connections_that_were_silent_for_a_moment_keep_some_of_their_window() -
     assert settling_seconds(long, size, idle=1.1) == 0 < settling_seconds(long, size, idle=1.3)
 
 
+def test_between_rounds_that_nothing_overlaps_the_line_is_idle_while_steps_are_computed() -> None:
+    long = replace(LINK, rtt=0.2)
+    warm, cold = (round_seconds(long, LOAD, idle) for idle in (0.0, 1e9))
+    assert predict(long, LOAD, pace(step=10.0)).round_seconds == pytest.approx(cold)
+    crowded = predict(long, LOAD, pace(step=0.02, fragments=10, overlap=20))
+    assert crowded.round_seconds == pytest.approx(warm) and warm < cold
+
+
 def test_training_waits_for_a_whole_round_where_nothing_overlaps() -> None:
     found = predict(LINK, LOAD, pace())
     assert found.stall_seconds == pytest.approx(0.9)
