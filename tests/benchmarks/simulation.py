@@ -1,8 +1,8 @@
 """What it costs to simulate islands: seconds of eight beside eight times one island alone, and memory of up to 64.
 
-The one island is an ordinary one, with the same outer rounds by itself. Both train in the same process in turns, so that a busy machine slows
-them alike; the ratios are medians over the turns, of seconds on the clock and of those that the CPU worked. Peak memory is that of processes
-of their own.
+The one island is an ordinary one, with the same outer rounds by itself. Both train in the same process in turns, so that a busy
+machine slows them alike; the ratios are medians over the turns, of seconds on the clock and of those that the CPU worked. Peak memory is
+that of processes of their own.
 
     python tests/benchmarks/simulation.py [--quick]
 """
@@ -92,9 +92,8 @@ def compare(process: Process, preset: str, turns: int, steps: int) -> dict[str, 
         if turn:  # the first turn warms up
             taken["alone"].append(one)
             taken["simulated"].append(many)
-    ratios = [
-        tuple(many / ISLANDS / one for one, many in zip(*pair, strict=True)) for pair in zip(taken["alone"], taken["simulated"], strict=True)
-    ]
+    pairs = zip(taken["alone"], taken["simulated"], strict=True)
+    ratios = [(many[0] / ISLANDS / one[0], many[1] / ISLANDS / one[1]) for one, many in pairs]
     return dict(
         alone_step_seconds=statistics.median(clock for clock, _ in taken["alone"]) / steps,
         simulated_step_seconds=statistics.median(clock for clock, _ in taken["simulated"]) / steps / ISLANDS,
@@ -130,9 +129,10 @@ def main() -> None:
     peaks = {islands: in_fresh_process(peak, preset, islands) for islands in (1, ISLANDS, 64)}
     figures |= {f"peak_megabytes_{islands}": num_bytes / 1e6 for islands, num_bytes in peaks.items()}
     figures["megabytes_per_island"] = (peaks[64] - peaks[ISLANDS]) / (64 - ISLANDS) / 1e6
-    told = "a step takes {simulated_step_seconds:.4f} s of each of 8 islands and {alone_step_seconds:.4f} s alone: {clock_ratio:.3f} times, "
-    told += "{cpu_ratio:.3f} by the CPU; peak memory {peak_megabytes_1:.0f} MB of 1 island, {peak_megabytes_8:.0f} of 8, "
-    print((told + "{peak_megabytes_64:.0f} of 64").format(**figures))
+    told = "a step takes {simulated_step_seconds:.4f} s for each of 8 islands and {alone_step_seconds:.4f} s alone: "
+    told += "{clock_ratio:.3f} times, {cpu_ratio:.3f} by the CPU; peak memory {peak_megabytes_1:.0f} MB for 1 island, "
+    told += "{peak_megabytes_8:.0f} for 8, {peak_megabytes_64:.0f} for 64"
+    print(told.format(**figures))
     print(json.dumps(figures))
 
 
