@@ -23,11 +23,14 @@ NAN, INF = float("nan"), float("inf")
 class Islands:
     """So many islands around one hub, all at the same anchor."""
 
-    def __init__(self, count: int, deadline: float = 10.0, min_islands: int = 1) -> None:
+    def __init__(
+        self, count: int, deadline: float = 10.0, min_islands: int = 1, max_weight_ratio: float = INF, shared: bool = False
+    ) -> None:
         self.hub = Hub(count)
-        self.states = [OuterState(Layout(SIZES, Sgd(Config()))) for _ in range(count)]
+        first = OuterState(Layout(SIZES, Sgd(Config())))
+        self.states = [first, *(first.twin() if shared else OuterState(first.layout) for _ in range(count - 1))]
         self.exchanges = [
-            InMemoryExchange(self.hub, slot, state, Wire(NoCodec(), NoCodec()), deadline, min_islands)
+            InMemoryExchange(self.hub, slot, state, Wire(NoCodec(), NoCodec()), deadline, min_islands, 1.0, max_weight_ratio)
             for slot, state in enumerate(self.states)
         ]
         for state in self.states:
@@ -91,6 +94,66 @@ def test_three_islands_agree_on_the_plain_outer_step_to_the_bit_over_three_round
             assert outcome.digest == state.digest
         assert len({outcome.digest for outcome in outcomes}) == 1
         assert len({state.lineage for state in islands.fragments()}) == 1
+
+
+def test_islands_that_share_what_is_agreed_make_the_outer_step_once_and_swap_it_in_each_for_itself() -> None:
+    islands, apart, weights = Islands(3, shared=True), Islands(3), [1000, 3000, 500]
+    for round_number in range(3):
+        for each in (islands, apart):
+            for slot in range(3):
+                each.launch(slot, 0, weights[slot], round_number)
+        before = islands.fragments()[0].anchor.clone()
+        first = islands.exchanges[2].outcome(0)
+        assert [state.height for state in islands.fragments()] == [round_number, round_number, round_number + 1]
+        assert torch.equal(islands.fragments()[0].anchor, before)  # who has not taken the outcome still has the old one
+        outcomes = [*islands.outcomes(slots=[1, 0]), first]
+        assert {outcome.digest for outcome in outcomes} == {outcome.digest for outcome in apart.outcomes()}
+    anchors = {state.anchor.data_ptr() for state in islands.fragments()}
+    assert len(anchors) == 1 and len({state.local.data_ptr() for state in islands.fragments()}) == 3
+    assert torch.equal(islands.fragments()[0].anchor, apart.fragments()[0].anchor)
+
+
+def test_who_joins_while_a_round_is_on_is_not_waited_for_and_follows_it() -> None:
+    islands = Islands(3, shared=True)
+    islands.hub.leave(2)
+    for slot in (0, 1):
+        islands.launch(slot)
+    assert islands.hub.join(2) == 0
+    assert not islands.exchanges[2].is_late(0)
+    assert {outcome.kind for outcome in islands.outcomes(slots=[1])} == {"committed"}
+    assert islands.exchanges[2].is_late(0)
+    islands.launch(2)
+    (outcome,) = islands.outcomes(slots=[2])
+    assert (outcome.kind, outcome.members, outcome.height) == ("left_out", (0, 1), 1)
+    assert outcome.reason == "the round had begun before this island was there"
+    islands.exchanges[0].outcome(0)
+    for slot in range(3):
+        islands.launch(slot, round_number=1)
+    assert [(outcome.kind, outcome.members) for outcome in islands.outcomes()] == [("committed", (0, 1, 2))] * 3
+
+
+def test_what_an_open_round_may_count_is_not_trained_on_again_by_who_comes_back() -> None:
+    islands = Islands(2)
+    islands.launch(1, weight=50)
+    islands.exchanges[1].close()
+    assert islands.hub.join(1) == 5
+
+
+def test_no_island_weighs_more_than_allowed() -> None:
+    islands = Islands(3, max_weight_ratio=2.0)
+    for slot, weight in enumerate((100, 1000, 100)):
+        islands.launch(slot, weight=weight)
+    assert {outcome.weights for outcome in islands.outcomes()} == {(100.0, 200.0, 100.0)}
+
+
+def test_what_breaks_a_rule_is_left_out_and_not_built_upon() -> None:
+    islands = Islands(3)
+    for slot in range(3):
+        islands.launch(slot, poison=1e6 if slot == 1 else 0.0)
+    first, second, third = islands.outcomes()
+    assert (first.kind, first.members, first.rejected) == ("committed", (0, 2), False) and third.kind == "committed"
+    assert (second.kind, second.rejected) == ("left_out", True)
+    assert "is far larger than the others'" in second.reason and second.digest == first.digest
 
 
 def test_an_outcome_tells_the_islands_own_norm_and_its_cosine_with_the_mean() -> None:

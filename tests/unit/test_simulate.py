@@ -19,13 +19,16 @@ from islands.process import Process, process_group
 
 TOKENS = 8 * 16  # of an inner step
 
-RECIPES: dict[str, dict[str, Any]] = {
-    "blocking": dict(sync_every=2),
-    "streaming": dict(sync_every=4, fragments=2, overlap=1, merge_alpha=0.5),
-    "int4": dict(sync_every=2, codec=dict(type="int4"), error_feedback=True),
-    "eager": dict(sync_every=2, overlap="eager"),
-    "two hops": dict(sync_every=3, codec=dict(type="statistical2"), optimizer=dict(type="adam", lr=1e-3)),
-}
+STREAMING = dict(sync_every=4, fragments=2, overlap=1, merge_alpha=0.5)
+RECIPES = [
+    pytest.param(dict(STREAMING, codec=dict(type="int4"), error_feedback=True), id="streaming, int4"),
+    pytest.param(dict(sync_every=2, overlap="eager"), id="eager"),
+    pytest.param(dict(sync_every=2), id="blocking", marks=pytest.mark.slow),
+    pytest.param(STREAMING, id="streaming", marks=pytest.mark.slow),
+    pytest.param(
+        dict(sync_every=3, codec=dict(type="statistical2"), optimizer=dict(type="adam", lr=1e-3)), id="2 bits", marks=pytest.mark.slow
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +75,12 @@ def agree(simulated: Simulated, *slots: int) -> bool:
     return all(torch.equal(parameter, other[name]) for other in others for name, parameter in first.items())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_simulation_equals_islands_that_run_side_by_side_to_the_bit(process: Process, recipe: str) -> None:
-    sections = dict(outer=RECIPES[recipe], swarm=dict(islands=3), train=dict(steps=9), exchange=dict(max_weight_ratio=10.0))
+@pytest.mark.parametrize("outer", RECIPES)
+def test_a_simulation_equals_islands_that_run_side_by_side_to_the_bit(process: Process, outer: dict[str, Any]) -> None:
+    sections = dict(outer=outer, swarm=dict(islands=3), train=dict(steps=9))
     simulated = Simulated(process, **sections)
-    threads = islands_as_threads(process, 3, {}, config=small_config(parallel=dict(data_parallel_strategy="ddp"), **sections), corpus=small_corpus(40_000))
+    config = small_config(parallel=dict(data_parallel_strategy="ddp"), **sections)
+    threads = islands_as_threads(process, 3, {}, config=config, corpus=small_corpus(40_000))
     for slot, result in enumerate(threads):
         for name, parameter in result["parameters"].items():
             assert torch.equal(simulated.parameters[slot][name], parameter), f"island {slot}: {name}"
@@ -113,12 +117,12 @@ def test_sixty_four_islands_train_one_model(process: Process) -> None:
         model=sizes,
         outer=dict(sync_every=2),
         swarm=dict(islands=64, max_slots=64),
-        train=dict(steps=4, global_batch_size=1, eval_sequences=1),
+        train=dict(steps=2, global_batch_size=1, eval_sequences=1),
     )
     assert agree(simulated, *range(64))
     assert {tuple(row["members"]) for row in simulated.of(63, "round")} == {tuple(range(64))}
     positions = [simulated.of(slot, "step", "position") for slot in range(64)]
-    assert positions == [[1, 2, 3, 4]] * 64 and len({simulated.of(slot, "step", "loss")[0] for slot in range(64)}) > 60
+    assert positions == [[1, 2]] * 64 and len({simulated.of(slot, "step", "loss")[0] for slot in range(64)}) > 60
 
 
 def test_by_steps_all_wait_for_the_slowest_and_the_clock_shows_it(process: Process) -> None:
@@ -170,7 +174,9 @@ def test_an_island_that_leaves_is_gone_and_comes_back_with_the_state_of_the_othe
     assert agree(simulated, 0, 1, 2)
 
 
-@pytest.mark.parametrize("outer", [dict(overlap=3), dict(overlap="eager"), dict(overlap=3, late="land_late")])
+@pytest.mark.parametrize(
+    "outer", [dict(overlap=3, late="land_late"), *(pytest.param(dict(overlap=tau), marks=pytest.mark.slow) for tau in (3, "eager"))]
+)
 def test_who_joins_while_a_round_is_on_follows_it_and_is_in_the_next(process: Process, outer: dict[str, Any]) -> None:
     script = [dict(island=1, joins=5), dict(island=0, speed=0.9)]
     simulated = Simulated(
