@@ -96,6 +96,7 @@ def pictures(study: Study) -> list[Picture]:
     """Those for which there is something to show."""
     styles, bytes_are = Styles(study), "computed by the rules of the exchange" if study.simulated else "counted by the exchange"
     axis = x_key(study)
+    over = key_label(axis) if axis else "setting"
     found = [
         Picture(
             "loss_over_tokens",
@@ -106,10 +107,18 @@ def pictures(study: Study) -> list[Picture]:
         ),
         Picture(
             "final_loss",
-            f"Final loss against {key_label(axis) if axis else 'setting'}",
+            f"Final loss against {over}",
             MEASURED,
             "Held-out loss at the end of all tokens; bars are the standard deviation between seeds. Dashed: data-parallel.",
             lambda panel: panels.final_losses(panel, study, styles, axis),
+        ),
+        Picture(
+            "loss_above_baseline",
+            f"Loss above data-parallel against {over}",
+            MEASURED,
+            "Held-out loss at the end, in percent above that of the data-parallel run with the same seed and as many tokens; bars are the "
+            "standard deviation of that between seeds, which have much in common.",
+            lambda panel: panels.losses_above_baseline(panel, study, styles, axis),
         ),
         Picture(
             "loss_over_bytes",

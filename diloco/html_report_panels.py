@@ -41,34 +41,48 @@ def _mean_curve(curves: list[list[tuple[float, Any]]]) -> list[tuple[float, floa
 
 def final_losses(panel: "Axes", study: Study, styles: Styles, axis: str | None) -> None:
     """Held-out loss at the end over one key, a line for each combination of the others."""
-    known = [setting for setting in study.islands if setting.row["eval_loss"] is not None]
-    values = [setting.keys.get(axis) if axis else setting.label for setting in known]
-    numeric = bool(values) and all(isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in values)
-    places = values if numeric else [list(dict.fromkeys(map(str, values))).index(str(value)) for value in values]
-    lines: dict[str, list[tuple[Any, Setting]]] = {}
-    for place, setting in zip(places, known):
-        rest = {key: value for key, value in setting.keys.items() if key != axis}
-        lines.setdefault(label(rest), []).append((place, setting))
-    for name, points in lines.items():
-        points.sort(key=lambda point: point[0])
-        x, y = [place for place, _ in points], [setting.row["eval_loss"] for _, setting in points]
-        spread = [setting.row["eval_loss_spread"] or 0.0 for _, setting in points]
-        look = dict(styles.line(points[0][1]), linestyle="-" if numeric else "none")
-        if len(lines) == 1:
-            look["color"] = styles.plain
-        panel.errorbar(x, y, spread, label=name or "islands", capsize=3, linewidth=1.3, markersize=5, **look)
+    _over_key(panel, study, styles, axis, "eval_loss")
     for setting in (each for each in study.baselines if each.row["eval_loss"] is not None):
         loss, spread = setting.row["eval_loss"], setting.row["eval_loss_spread"] or 0.0
         panel.axhline(loss, label=setting.label, linewidth=1.2, **{**styles.line(setting), "marker": ""})
-        panel.axhspan(loss - spread, loss + spread, color=styles.line(setting)["color"], alpha=0.1, linewidth=0)
-    if numeric and max(places, default=1) >= 8 * min(places, default=1):
-        panel.set_xscale("log")
-    if places:
+        panel.axhspan(loss - spread, loss + spread, color=styles.baseline, alpha=0.1, linewidth=0)
+    panel.set_ylabel("held-out loss (nats per token)")
+
+
+def losses_above_baseline(panel: "Axes", study: Study, styles: Styles, axis: str | None) -> None:
+    """By how much it is above that of the data-parallel run with the same seed."""
+    if _over_key(panel, study, styles, axis, "loss_above_baseline_percent"):
+        panel.axhline(0.0, label="data-parallel", color=styles.baseline, linestyle=(0, (4, 2)), linewidth=1.2)
+    panel.set_ylabel("above data-parallel, %")
+
+
+def _over_key(panel: "Axes", study: Study, styles: Styles, axis: str | None, column: str) -> bool:
+    """One column of the settings over one key, with its spread. Returns whether there was any."""
+    known = [setting for setting in study.islands if setting.row[column] is not None]
+    values = [setting.keys.get(axis) if axis else setting.label for setting in known]
+    numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in values)
+    names = list(dict.fromkeys(map(str, values)))
+    places = values if numeric else [names.index(str(value)) for value in values]
+    lines: dict[str, list[tuple[Any, Setting]]] = {}
+    for place, setting in zip(places, known):
+        rest = {key: value for key, value in setting.keys.items() if key != axis}
+        lines.setdefault(label(rest) or "islands", []).append((place, setting))
+    for name, points in lines.items():
+        points.sort(key=lambda point: point[0])
+        x, y = [place for place, _ in points], [setting.row[column] for _, setting in points]
+        spread = [setting.row[f"{column}_spread"] or 0.0 for _, setting in points]
+        look = dict(styles.line(points[0][1]), linestyle="-" if numeric else "none")
+        if len(lines) == 1:
+            look["color"] = styles.plain
+        panel.errorbar(x, y, spread, label=name, capsize=3, linewidth=1.3, markersize=5, **look)
+    if known:
+        if numeric and max(places) >= 8 * min(places):
+            panel.set_xscale("log")
         shown = sorted(set(places))
-        panel.set_xticks(shown, [f"{place:g}" for place in shown] if numeric else list(dict.fromkeys(map(str, values))))
+        panel.set_xticks(shown, [f"{place:g}" for place in shown] if numeric else names)
         panel.minorticks_off()
     panel.set_xlabel(_AXIS_NAMES.get(axis or "", axis or ""))
-    panel.set_ylabel("held-out loss (nats per token)")
+    return bool(known)
 
 
 def frontier(panel: "Axes", study: Study, styles: Styles) -> None:

@@ -230,12 +230,13 @@ def _told(plan: Plan, missing: int) -> str:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and a closed terminal are Ctrl-C, too."""
+    """SIGTERM and a closed terminal are Ctrl-C, too; what is ignored, as under nohup, stays so."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:

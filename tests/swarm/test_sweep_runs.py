@@ -13,17 +13,17 @@ import yaml
 
 #: What is the same whenever and wherever a cell is run.
 _EXACT = ("status", "eval_loss", "train_loss", "tokens", "rounds", "bytes_per_island", "mean_norm", "mean_distance", "mean_cosine")
-_LIMIT_SECONDS = 280
+_LIMIT_SECONDS = 600  # of a sweep
 
 
 def _file(folder: Path) -> Path:
     text = folder / "text.txt"
-    text.write_text("".join(f"{number} times {number} is {number * number}\n" for number in range(3000)))
+    text.write_text("".join(f"{number} times {number} is {number * number}\n" for number in range(2000)))
     raw = dict(
         run=dict(name="killed", device="cpu"),
         model=dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=64),
         data=dict(type="text", paths=[str(text)], seq_len=32),
-        train=dict(steps=60, global_batch_size=4, eval_sequences=4),
+        train=dict(steps=40, global_batch_size=4, eval_sequences=4),
         outer=dict(codec=dict(type="int4")),
         swarm=dict(islands=2),
         sweep=dict(grid={"outer.sync_every": [5, 20]}, jobs=1, baseline=False),
@@ -53,7 +53,7 @@ def _results(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_sweep_that_was_killed_comes_to_the_same_results(tmp_path: Path) -> None:
     file, whole, killed = _file(tmp_path), tmp_path / "whole", tmp_path / "killed"
     assert _run(file, whole) == 0
@@ -68,7 +68,7 @@ def test_a_sweep_that_was_killed_comes_to_the_same_results(tmp_path: Path) -> No
     assert (killed / "cells" / first / "done.json").read_bytes() == done  # with its seconds
     assert _results(killed) == _results(whole)
     assert all(row["status"] == "finished" and float(row["mean_distance"]) > 0 for row in _results(killed))
-    assert _rounds(killed) == _rounds(whole) and len(_rounds(whole)) == 12 + 3
+    assert _rounds(killed) == _rounds(whole) and len(_rounds(whole)) == 8 + 2
 
 
 def _rounds(folder: Path) -> list[str]:
