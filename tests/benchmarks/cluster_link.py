@@ -1,8 +1,8 @@
 """Tokens a second of one cluster over the link between its nodes, by how often the replicas meet.
 
 Two replicas of two ranks each (zero3 inside), whole ``torchrun --nnodes 2`` jobs in two network namespaces, joined by an emulated link
-of a given rate (1 ms, TCP's cubic) that gloo's all-reduces have to take. They really train 9.7M parameters, of which gradients or
-parameters are 39 MB in fp32.
+of a given rate (1 ms, TCP's cubic) that gloo's all-reduces have to take. They really train 5.5M parameters, of which gradients or
+parameters are 22 MB in fp32.
 
 An inner step is made to last 0.5 s, most of it asleep, as four ranks and the link share this machine's cores: nothing of that length is
 computed. What gradients take on the link counts only where it makes a step longer than that, as if they travelled beside the
@@ -84,7 +84,7 @@ def settings(method: Method, folder: Path) -> dict[str, Any]:
     """The configuration of a job."""
     return dict(
         run=dict(dir=str(folder), timeout=_SECONDS),
-        model=dict(hidden_size=512, num_layers=3, num_heads=8, num_kv_heads=8, intermediate_size=1376),
+        model=dict(hidden_size=384, num_layers=3, num_heads=6, num_kv_heads=6, intermediate_size=1024),
         data=dict(type="python_stdlib", seq_len=SEQ_LEN),
         train=dict(steps=method.sync_every * method.periods, global_batch_size=BATCH, eval_sequences=4),
         outer=dict(sync_every=method.sync_every, overlap=method.overlap, optimizer=dict(type="sgd", lr=1.0, momentum=0.0)),
