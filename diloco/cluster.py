@@ -58,8 +58,9 @@ def check_cluster(config: RunConfig, ranks: int) -> Grid:
     if ranks % islands:
         fitting = [size for size in range(1, min(ranks, config.swarm.max_slots) + 1) if ranks % size == 0]
         raise ConfigError(
-            f"swarm.islands: the {ranks} ranks of the job can't be divided among {islands} replicas (exchange.type=process_group has them "
-            f"all in one job); start a multiple of {islands} ranks, or set swarm.islands to one of {', '.join(map(str, fitting))}"
+            f"swarm.islands: the {ranks} rank{'s' if ranks > 1 else ''} of the job can't be divided among {islands} replicas "
+            f"(exchange.type=process_group has them all in one job); start a multiple of {islands} ranks, or set swarm.islands to "
+            f"{' or '.join(map(str, fitting))}"
         )
     return check_grid(config, ranks // islands)
 
