@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Callable
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -34,16 +35,17 @@ def summarize(run_dir: Path) -> Summary:
     records = read_run(run_dir)
     parameters = next((record.parameters for record in records if record.parameters), None)
     measured = any(record.rows for record in records)
+    on_links = measured and not _is_simulated(run_dir, records)
     return {
         "tokens": sum(row.get("tokens", 0) for record in records for row in record.steps),
         "final_loss": _mean_where_furthest(records, lambda record: record.steps),
         "eval_loss": _mean_where_furthest(records, lambda record: record.evals),
         "eval_loss_start": _mean([record.evals[0].get("loss") for record in records if _starts_at_zero(record.evals)]),
         "wall_seconds": wall_seconds(records),
-        "compute_utilization": _mean([_compute_utilization(record) for record in records]),
-        "bytes_sent": sum(record.bytes_sent for record in records) if measured else None,
+        "compute_utilization": _mean([_compute_utilization(record) for record in records]) if on_links else None,
+        "bytes_sent": sum(record.bytes_sent for record in records) if on_links else None,
         "data_parallel_bytes": _data_parallel_bytes(records, parameters),
-        "bits_per_parameter_per_round": _mean([_bits_per_parameter(record, parameters) for record in records]),
+        "bits_per_parameter_per_round": _mean([_bits_per_parameter(record, parameters) for record in records]) if on_links else None,
         "rounds_committed": _rounds_committed(records) if measured else None,
         "rounds_skipped": max(record.count("skipped") for record in records) if measured else None,
         "digests_agree": _digests_agree(records),
@@ -51,7 +53,7 @@ def summarize(run_dir: Path) -> Summary:
         "samples_trained": samples_trained(records) if measured else None,
         "samples_lost": samples_lost(records),
         "samples_repeated": samples_repeated(records),
-        "seconds_lost": seconds_lost(records) if measured else None,
+        "seconds_lost": seconds_lost(records) if on_links else None,
         "steps_lost_to_crashes": sum(record.num_lost_steps for record in records) if measured else None,
         "checkpoints": _checkpoints(records) if measured else None,
     }
@@ -70,6 +72,13 @@ def write_report(run_dir: str | Path) -> Summary:
     draw_report(_headline(run_dir.resolve().name, summary), read_run(run_dir)).savefig(picture, format="png", dpi=150)
     write_atomically(run_dir / "report.png", picture.getvalue())
     return summary
+
+
+def _is_simulated(run_dir: Path, records: list[IslandRecord]) -> bool:
+    """Whether all islands were one process, which sent nothing, and where one that waits lets others compute."""
+    resolved = run_dir / "config.resolved.yaml"
+    config = yaml.safe_load(resolved.read_text()) if resolved.exists() else None
+    return len(records) > 1 and isinstance(config, dict) and (config.get("exchange") or {}).get("type") == "in_memory"
 
 
 def _checkpoints(records: list[IslandRecord]) -> dict[str, Any]:
