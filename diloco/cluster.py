@@ -25,7 +25,7 @@ from islands.initialize import parameter_dtype
 from islands.island import Island, build_island, load_corpus, meta_model
 from islands.mesh import Grid, check_grid
 from islands.metrics import Metrics
-from islands.process import Process, is_first_rank, num_restarts, one_of, pick_device, process_group, world_size
+from islands.process import Process, is_first_rank, one_of, pick_device, process_group, world_size
 from islands.progress import Progress
 from islands.resume import Chosen
 from islands.run import open_metrics, run_alone
@@ -87,7 +87,7 @@ def train_islands(config: RunConfig, grid: Grid, corpus: Corpus, job: Process, s
     chosen = choose_together(config, corpus, job, process, slot, islands, told)
     island = build_island(config, process, corpus, replace(grid, islands=islands), job)
     if process.rank == 0:
-        resume.leave_behind(config, slot, chosen, told, restarted=num_restarts() > 0)
+        resume.leave_behind(config, slot, chosen, told, together=True)
     with closing(open_metrics(island, slot, continues=chosen is not None, make=partial(Metrics, console=slot == 0))) as metrics:
         hook = cluster_round(config, island, metrics)
         progress = _go_on(island, chosen, hook) if chosen else hook.start(Progress(slot=slot))

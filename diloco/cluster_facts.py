@@ -17,6 +17,7 @@ class FragmentFacts:
     height: int
     step: int
     tokens: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,16 @@ class FlightFacts:
     """A round that is averaged and has not landed.
 
     Attributes:
-        square, squares: of what the island moved by, and the sum of those of all islands; as text, since JSON knows no infinity.
+        own, sums: the square of what the island moved by, and the tokens that it did so with; and the sums over all islands. As text, since
+            JSON knows no infinity.
     """
 
     fragment: int
     work: Work
     inner_step: int
     height: int
-    square: str
-    squares: str
+    own: tuple[str, str]
+    sums: tuple[str, str]
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,11 @@ class _Round:
     """A round under way.
 
     Attributes:
-        square: this rank's share of the square of what its island moved by.
+        own: this rank's share of its island's numbers: the square of what it moved by, and the tokens that it did so with.
     """
 
     flight: Flight
-    square: Tensor
+    own: Tensor
     averaging: Averaging | None
     averaged: Averaged | None = None
 
@@ -68,7 +68,7 @@ class ClusterRound:
         shards: Sequence[Shards],
         states: Sequence[ShardState],
         averager: Averager,
-        traffic: Traffic,
+        traffic: Traffic | None,
         metrics: Metrics,
         process: Process,
         islands: int,
@@ -80,8 +80,9 @@ class ClusterRound:
         self._rounds: dict[int, _Round] = {}
         self._staging = Staging(process.device)
         dtype = states[0].anchor.dtype
-        mine = [[averager.bytes_each_way(each.numel, dtype), each.numel * dtype.itemsize] for each in shards]
-        self._bytes = self._sum(torch.tensor(mine, dtype=torch.int64)).tolist()  # of the island: on the wire, and as they are
+        mine = [[averager.bytes_each_way(each.numel, dtype), averager.encoded_bytes(each.numel, dtype)] for each in shards]
+        self._bytes = self._sum(torch.tensor(mine, dtype=torch.int64)).tolist()  # of the island: each way, and of its contribution
+        self._digests = [""] * len(fragments)
 
     def start(self, progress: Progress) -> Progress:
         """Make the parameters the first anchor. Returns ``progress``."""
@@ -105,6 +106,8 @@ class ClusterRound:
             work.tokens += tokens
         self._land_due(progress)
         for fragment in self._schedule.launches(progress.step):
+            if fragment in self._rounds:  # its round began before a checkpoint, with another period
+                self._land(self._rounds[fragment], progress)
             self._launch(fragment, progress)
         self._land_due(progress)
         return time.monotonic() - started
@@ -122,8 +125,10 @@ class ClusterRound:
         for piece, local in shards.pieces():
             torch.sub(state.anchor_at(piece), local.reshape(-1), out=moved[piece])
         square = shards.square(moved)
-        self._traffic.sent_across(self._bytes[fragment][0])
-        self._rounds[fragment] = _Round(flight, square, self._averager.begin(moved, square.clone()))
+        own = torch.stack([square, square.new_tensor(work.tokens / self._process.world_size)])
+        if self._traffic:
+            self._traffic.sent_across(self._bytes[fragment][0])
+        self._rounds[fragment] = _Round(flight, own, self._averager.begin(moved, own.clone()))
         flight.stall_seconds += flight.age
 
     def _land(self, each: _Round, progress: Progress) -> None:
@@ -133,11 +138,12 @@ class ClusterRound:
         if self._process.device.type != "cpu":
             torch.accelerator.synchronize(self._process.device)  # the wait is over when the device has done it
         waited = time.monotonic() - began
-        squares = torch.stack([each.square, averaged.square, self._shards[fragment].square(averaged.mean)])
-        own, everyone, mean = self._sum(squares.cpu()).tolist()
+        seconds = max(waited, each.averaging.seconds() if each.averaging else 0.0)
+        numbers = torch.cat([each.own[:1], averaged.sums, self._shards[fragment].square(averaged.mean)[None]])
+        own, everyone, tokens, mean = self._sum(numbers.cpu()).tolist()
         del self._rounds[fragment]
         if math.isfinite(mean):
-            state.advance(averaged.mean, work.step, work.tokens * self._islands)
+            state.advance(averaged.mean, work.step, round(tokens))
             self._log.work[fragment].counted(work)
             self._merge(fragment, 0.0 if last else self._section.merge_alpha)
         elif not math.isfinite(own):
@@ -146,7 +152,7 @@ class ClusterRound:
         elif last:
             self._drop(flight, progress, "the last round was skipped, as another island's parameters were not finite")
         flight.stall_seconds += time.monotonic() - began
-        self._tell(flight, progress, averaged.seconds, waited, (own, everyone, mean))
+        self._tell(flight, progress, seconds, (own, everyone, mean))
 
     def _merge(self, fragment: int, alpha: float) -> None:
         """Let the island's parameters meet the anchor: ``alpha`` is the share of their own that they keep."""
@@ -161,9 +167,7 @@ class ClusterRound:
         self._log.work[flight.fragment].forget(progress.position)
         self._metrics.write("event", what="dropped", detail=f"{lost} sequences of fragment {flight.fragment}: {why}")
 
-    def _tell(
-        self, flight: Flight, progress: Progress, seconds: float, waited: float, squares: tuple[float, float, float]
-    ) -> None:
+    def _tell(self, flight: Flight, progress: Progress, seconds: float, squares: tuple[float, float, float]) -> None:
         """Write the row. Called on all ranks of the island alike.
 
         ``cosine`` is |mean| over the root mean square of the norms: as all contributions together have with their mean.
@@ -171,7 +175,9 @@ class ClusterRound:
         state, work = self._states[flight.fragment], flight.work
         own, everyone, mean = squares
         finite = math.isfinite(mean)
-        checksum = self._sum(state.checksum().cpu() * (2 * self._process.rank + 1)) if finite else 0
+        if finite:
+            checksum = int(self._sum(state.checksum().cpu() * (2 * self._process.rank + 1)))
+            self._digests[flight.fragment] = f"{checksum & (1 << 64) - 1:016x}"
         on_wire, encoded = self._bytes[flight.fragment]
         outcome = RoundOutcome(
             "committed" if finite else "skipped",
@@ -180,11 +186,11 @@ class ClusterRound:
             tuple(range(self._islands)) if finite else (),
             (float(work.tokens),) * self._islands if finite else (),
             reason="" if finite else "the mean was not finite, as an island's parameters were not",
-            digest=f"{int(checksum) & (1 << 64) - 1:016x}" if finite else "",
+            digest=self._digests[flight.fragment] if finite else "",
             bytes_sent=on_wire,
             bytes_received=on_wire,
-            exchange_seconds=max(seconds, waited),
-            transfer_seconds=max(seconds, waited),
+            exchange_seconds=seconds,
+            transfer_seconds=seconds,
             pseudo_gradient_norm=own**0.5,
             cosine=(mean / (everyone / self._islands)) ** 0.5 if finite and everyone else 0.0,
             encoded_bytes=encoded,
@@ -208,10 +214,14 @@ class ClusterRound:
         for fragment, each in self._rounds.items():
             averaged, flight = each.result(), each.flight
             tensors |= self._named(fragment, "mean", averaged.mean)
-            square, squares = map(str, self._sum(torch.stack([each.square, averaged.square]).cpu()).tolist())
-            flights.append(FlightFacts(fragment, flight.work, flight.inner_step, flight.height, square, squares))
+            numbers = self._sum(torch.stack([each.own, averaged.sums]).cpu()).tolist()
+            own, sums = (tuple(map(str, pair)) for pair in numbers)
+            flights.append(FlightFacts(fragment, flight.work, flight.inner_step, flight.height, own, sums))
         facts = ClusterFacts(
-            tuple(FragmentFacts(state.height, state.step, state.tokens) for state in self._states),
+            tuple(
+                FragmentFacts(state.height, state.step, state.tokens, digest)
+                for state, digest in zip(self._states, self._digests, strict=True)
+            ),
             tuple((work.start, work.tokens) for work in self._log.work),
             self._log.inner_step,
             tuple(flights),
@@ -238,17 +248,19 @@ class ClusterRound:
             work.start, work.tokens = start, tokens
         for state, told in zip(self._states, facts.fragments, strict=True):
             state.height, state.step, state.tokens = told.height, told.step, told.tokens
+        self._digests = [told.digest for told in facts.fragments]
         for told in facts.flights:
             self._rounds[told.fragment] = self._landing(told, means[told.fragment], progress)
         return progress
 
     def _landing(self, told: FlightFacts, mean: Tensor, progress: Progress) -> _Round:
         """A round that was averaged before the checkpoint."""
-        counts = float(self._process.rank == 0)  # the squares are of all ranks
-        square, squares = (mean.new_tensor(counts and float(text), dtype=torch.float64) for text in (told.square, told.squares))
+        is_first = self._process.rank == 0  # the numbers are of all ranks
+        pairs = [[float(text) if is_first else 0.0 for text in pair] for pair in (told.own, told.sums)]
+        own, sums = mean.new_tensor(pairs, dtype=torch.float64)
         numel = self._fragments[told.fragment].numel
         flight = Flight(told.fragment, numel, told.work, told.inner_step, progress.slot, told.height)
-        return _Round(flight, square, None, Averaged(mean, squares, 0.0))
+        return _Round(flight, own, None, Averaged(mean, sums))
 
     def _agreed(self) -> dict[str, Tensor]:
         """Anchors and outer optimizer state, by key."""

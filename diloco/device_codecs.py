@@ -1,6 +1,6 @@
-"""Codecs for contributions that never leave the device: the CPU learns nothing of the values, so that it need not wait for them. torch only.
+"""Codecs for contributions that never leave the device: the CPU learns nothing of the values, and need not wait for them. torch only.
 
-Those in :mod:`diloco.codecs` give the same bytes on every machine, for which they look at the values. Here all ranks are machines of one kind.
+Those in :mod:`diloco.codecs` give the same bytes on every machine, for which they look at the values. Here all machines are alike.
 """
 
 from typing import Protocol

@@ -36,7 +36,7 @@ class StepSchedule:
         return [index for index in range(self.num_fragments) if self._is_due(index, step, periods.get(index, self.sync_every))]
 
     def meeting_after(self, step: int, overlap: int) -> int:
-        """The first step that no island can be done with before all others have done one after ``step``: the next launch must have landed."""
+        """The first step that no island can be done with before all have done one after ``step``: the next launch must have landed."""
         launch = next(later for later in range(step + 1, self.steps + self.sync_every + 1) if self.launches(later))
         return min(launch + overlap, max(self.steps, launch))
 

@@ -1,4 +1,4 @@
-"""What one rank holds of a fragment, where it lies: shards as one flat vector, in the order of the schema. No gather, no copy to the CPU."""
+"""What one rank holds of a fragment, where it lies: shards as one flat vector, in the order of the schema. Nothing is gathered."""
 
 from collections import Counter
 from typing import Iterator

@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from islands import plugins
@@ -39,7 +40,7 @@ class Performance:
         peak = peak_flops(torch.cuda.get_device_name(process.device)) if process.device.type == "cuda" else None
         self._peak_flops = peak and peak * process.world_size
         self._device = process.device
-        self._trace = Path(config.run.dir) / "profile" / f"rank{process.rank}.json"
+        self._trace = Path(config.run.dir) / "profile" / f"rank{dist.get_rank()}.json"  # of the job, which may be several islands
         self._first, self._last = config.train.profile or (0, 0)  # steps count from 1
         self._profiler: profile | None = None
 

@@ -93,7 +93,7 @@ def num_restarts() -> int:
 
 
 def one_of(process: Process, islands: int) -> Process:
-    """This process among the ranks of its island, where a job is ``islands`` of them, each of neighbouring ranks. Called on all ranks alike."""
+    """This process among the ranks of its island, where a job is ``islands`` of them, each of neighbouring ranks. Called on all of them."""
     size = process.world_size // islands
     island, rank = divmod(process.rank, size)
     ranks = list(range(island * size, (island + 1) * size))

@@ -114,12 +114,21 @@ def _checked(config: IslandConfig, folder: Path, manifest: Manifest) -> Chosen:
 
 
 def leave_behind(
-    config: IslandConfig, slot: int | None, chosen: Chosen | None, told: Callable[[str], None], restarted: bool = False
+    config: IslandConfig,
+    slot: int | None,
+    chosen: Chosen | None,
+    told: Callable[[str], None],
+    restarted: bool = False,
+    together: bool = False,
 ) -> None:
     """Called on one rank before training: an island that was told to start afresh, or from a path, sets aside what later checkpoints it
-    has in ``config.checkpoint_root``; else the next start would go on from them. Arguments as for :func:`choose`."""
+    has in ``config.checkpoint_root``; else the next start would go on from them. Arguments as for :func:`choose`.
+
+    Args:
+        together: so does one of several that share a job, whatever it was told, as others have no such checkpoints.
+    """
     root = config.checkpoint_root
-    if config.train.resume == "auto" or restarted:
+    if not together and (config.train.resume == "auto" or restarted):
         return
     is_own = chosen is not None and chosen.folder.resolve().is_relative_to(root.resolve())
     try:

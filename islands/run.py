@@ -8,6 +8,7 @@ from typing import Callable
 from islands import resume
 from islands.agreement import check_agreement
 from islands.checkpoint import Checkpointer
+from islands.checkpoint_part import Saved
 from islands.config import IslandConfig
 from islands.config_file import ConfigError, dump_config
 from islands.data.base import NUM_BYTES, Corpus
@@ -37,7 +38,8 @@ def run_alone(config: IslandConfig, replicas: int = 1, max_slots: int = 1) -> No
     grid = replace(check_grid(config, world_size() // replicas), replicas=replicas)
     corpus, device = load_corpus(config), pick_device(config.run.device)
     told, restarted = partial(print, flush=True), num_restarts() > 0
-    chosen = _choose(config, told, restarted) if is_first_rank() else None
+    part = _Slots(max_slots) if max_slots > 1 else None
+    chosen = _choose(config, told, restarted, part.facts if part else {}) if is_first_rank() else None
     with process_group(device, config.run.timeout) as process, Stopping(process, config.checkpoint.grace) as stopping:
         check_agreement(config, process, replicas=replicas)
         chosen = FirstRankSays(process, "checkpoint to resume from")(chosen, config.run.timeout)
@@ -48,7 +50,7 @@ def run_alone(config: IslandConfig, replicas: int = 1, max_slots: int = 1) -> No
         metrics = open_metrics(island, _SLOT, continues=chosen is not None)
         if chosen:
             metrics.write("event", what="resumed", detail=chosen.event)
-        with Checkpointer(island, metrics, saved=progress) as checkpointer:
+        with Checkpointer(island, metrics, part, saved=progress) as checkpointer:
             if train(island, island.batches(max_slots), metrics, progress=progress, checkpointer=checkpointer, stop=stopping):
                 metrics.write("event", what="end", detail="all steps done")
             else:
@@ -56,13 +58,25 @@ def run_alone(config: IslandConfig, replicas: int = 1, max_slots: int = 1) -> No
         metrics.close()
 
 
-def _choose(config: IslandConfig, told: Callable[[str], None], restarted: bool) -> Chosen | None:
+class _Slots:
+    """What a checkpoint tells of an island whose samples are those of some slots of many."""
+
+    def __init__(self, max_slots: int) -> None:
+        self.facts = {"max_slots": max_slots}
+
+    def snapshot(self) -> Callable[[], Saved]:
+        """See :class:`~islands.checkpoint_part.CheckpointPart`."""
+        return lambda: Saved(self.facts)
+
+
+def _choose(config: IslandConfig, told: Callable[[str], None], restarted: bool, facts: dict[str, int]) -> Chosen | None:
+    """Args: facts: that the island's own checkpoints have."""
     chosen = resume.choose(config, _SLOT, told, restarted)
-    if chosen and chosen.manifest.facts:
+    if chosen and chosen.manifest.facts != facts:
         raise ConfigError(
-            f"{chosen.folder} is of an island that has rounds with others, and would go on with other samples here, where it has none; go "
-            "on with diloco launch or python -m diloco, and the outer.sync_every that it had. To train alone, set another run.dir; to begin "
-            "with its weights, export them (diloco export) and set model.init_from to that folder"
+            f"{chosen.folder} is of an island that has its samples by another rule (it has rounds with others, or gradients of them), and "
+            "would go on with others here; go on with the command, exchange.type and outer.sync_every that it had. To train otherwise, set "
+            "another run.dir; to begin with its weights, export them (diloco export) and set model.init_from to that folder"
         )
     return chosen
 
@@ -78,7 +92,9 @@ def open_metrics(island: Island, slot: int, continues: bool = False, make: Calla
     first = process.rank == 0
     if first:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.resolved.yaml").write_text(dump_config(config))
+        written = folder / f".config.{slot}.yaml"  # several islands may do so at once
+        written.write_text(dump_config(config))
+        written.replace(folder / "config.resolved.yaml")
     metrics = make(folder / f"island-{slot}", slot, first, config.run.tensorboard)
     detail = dict(
         parameters=num_parameters(config),

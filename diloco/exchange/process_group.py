@@ -4,6 +4,7 @@ It is no :class:`~diloco.exchange.base.Exchange`: nobody comes or goes, nothing 
 All islands are at the same round, or the job hangs and ends.
 """
 
+import math
 import queue
 import threading
 import time
@@ -16,8 +17,12 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
-from diloco.config import ExchangeSection, RunConfig, SwarmSection
+from diloco.config import ExchangeSection, RunConfig
 from diloco.device_codecs import CODECS, DeviceCodec
+
+
+#: Keys of `swarm` by which islands that are jobs of their own meet.
+_OF_OTHERS = ("initial_peers", "key_file", "slot", "announce", "identity_file", "data_connections")
 
 
 class Config(ExchangeSection):
@@ -29,7 +34,7 @@ class Config(ExchangeSection):
 
 def check(config: RunConfig) -> None:
     """Refuse what replicas of one job can't do. Raises ValueError, naming the keys."""
-    outer, swarm = config.outer, config.swarm
+    outer = config.outer
     for wrong, told in (
         (not isinstance(outer.sync_every, int), f"outer.sync_every={outer.sync_every} goes by the clock; give inner steps"),
         (outer.overlap == "eager", "outer.overlap=eager needs every island's own share; give inner steps"),
@@ -40,13 +45,34 @@ def check(config: RunConfig) -> None:
     ):
         if wrong:
             raise ValueError(f"exchange.type=process_group: {told}")
-    for key, told in dict(initial_peers="are reached", key_file="are kept out", slot="are numbered", announce="are told").items():
-        if getattr(swarm, key) != SwarmSection.model_fields[key].default:
-            raise ValueError(
-                f"exchange.type=process_group has all swarm.islands in one job, and swarm.{key} says how others {told}; leave it out"
-            )
+    for name, section, keys in (
+        ("swarm", config.swarm, _OF_OTHERS),
+        ("exchange", config.exchange, ExchangeSection.model_fields),
+        ("outer", outer, ["left_out"]),
+    ):
+        for key in keys:
+            value, default = getattr(section, key), type(section).model_fields[key].default
+            if value != default:
+                raise ValueError(
+                    "exchange.type=process_group has all islands in one job, where nobody comes, goes or is late: "
+                    f"{name}.{key}={value} has no meaning there; leave it out"
+                )
     if outer.sync_every == 1:
         _check_every_step(config)
+    elif isinstance(outer.sync_every, int) and config.checkpoint.every:
+        _check_kept(config)
+
+
+def _check_kept(config: RunConfig) -> None:
+    """Islands are at most from one launch to the next landing apart, and one may still be writing what the others have written."""
+    outer, checkpoint = config.outer, config.checkpoint
+    apart = math.ceil(int(outer.sync_every) / outer.fragments) + int(outer.overlap)
+    needed = 2 + math.ceil(apart / checkpoint.every)
+    if checkpoint.keep < needed:
+        raise ValueError(
+            f"checkpoint.keep={checkpoint.keep} with checkpoint.every={checkpoint.every}: islands can be {apart} steps apart between two "
+            f"rounds, and a crash might leave no step of which all have a checkpoint; keep at least {needed}, or write them less often"
+        )
 
 
 def _check_every_step(config: RunConfig) -> None:
@@ -59,9 +85,12 @@ def _check_every_step(config: RunConfig) -> None:
         (outer.codec.type != "none", f"outer.codec.type={outer.codec.type} has no pseudo-gradient to encode; set it to none"),
         (outer.overlap != 0, f"outer.overlap={outer.overlap} has no round to wait for; set it to 0"),
         (outer.merge_alpha != 0, f"outer.merge_alpha={outer.merge_alpha} has no anchor to meet; set it to 0"),
+        (config.exchange.offload, "exchange.offload=true has no anchor to keep; set it to false"),
     ):
         if wrong:
-            raise ValueError(f"outer.sync_every=1 with exchange.type=process_group averages gradients at every step: {told}; or sync less often")
+            raise ValueError(
+                f"outer.sync_every=1 with exchange.type=process_group averages gradients at every step: {told}; or sync less often"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,20 +99,22 @@ class Averaged:
 
     Attributes:
         mean: over the islands, of this rank's shards; not finite where a contribution was not.
-        square: sum over the islands of what each gave as the square of its own.
-        seconds: from the launch until it was there, as far as the CPU can tell.
+        sums: over the islands, of the numbers that came with it.
     """
 
     mean: Tensor
-    square: Tensor
-    seconds: float
+    sums: Tensor
 
 
 class Averaging:
-    """A contribution under way."""
+    """A contribution under way.
 
-    def __init__(self, future: "Future[Averaged]", ready: Callable[[], None]) -> None:
-        self._future, self._ready = future, ready
+    Attributes:
+        seconds: from the launch until it was there; to be asked for when the device has done all that it was given.
+    """
+
+    def __init__(self, future: "Future[Averaged]", ready: Callable[[], None], seconds: Callable[[], float]) -> None:
+        self._future, self._ready, self.seconds = future, ready, seconds
 
     def result(self) -> Averaged:
         """Wait for it. Raises what the collective raised."""
@@ -113,35 +144,46 @@ class Averager:
             self._module: Any = torch.get_device_module(device)
             self._stream = self._module.Stream(device)
 
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """That a vector becomes, filled up to whole blocks for every rank."""
+        return self._codec.num_bytes(_padded(numel, self._group.size(), self._codec)) if self._codec else numel * dtype.itemsize
+
     def bytes_each_way(self, numel: int, dtype: torch.dtype) -> int:
         """What this rank sends, and receives, for a vector: all but its own n-th part of contribution and mean."""
         ranks = self._group.size()
-        whole = self._codec.num_bytes(_padded(numel, ranks, self._codec)) if self._codec else numel * dtype.itemsize
-        return 2 * (ranks - 1) * whole // ranks
+        return 2 * (ranks - 1) * self.encoded_bytes(numel, dtype) // ranks
 
-    def begin(self, values: Tensor, square: Tensor) -> Averaging:
-        """Begin to average ``values`` (flat) and add up ``square`` (a scalar), which are the averager's from now on."""
-        started, future = time.monotonic(), Future()
+    def begin(self, values: Tensor, numbers: Tensor) -> Averaging:
+        """Begin to average ``values`` (flat) and add up ``numbers``, which are the averager's from now on."""
+        started, ended, future = time.monotonic(), time.monotonic(), Future()
 
         @torch.no_grad()
         def job() -> None:
+            nonlocal ended
             try:
                 mean = self._average(values)
-                dist.all_reduce(square, group=self._group)
-                future.set_result(Averaged(mean, square, time.monotonic() - started))
+                dist.all_reduce(numbers, group=self._group)
+                ended = time.monotonic()
+                future.set_result(Averaged(mean, numbers))
             except BaseException as error:  # raised where the result is asked for
                 future.set_exception(error)
 
         if self._device.type == "cpu":
             self._jobs.put(job)
-            return Averaging(future, lambda: None)
-        for given in (values, square):
+            return Averaging(future, lambda: None, lambda: ended - started)
+        for given in (values, numbers):
             given.record_stream(self._stream)  # else their memory might be used again while it is read here
         self._stream.wait_stream(self._module.current_stream(self._device))
+        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        start.record(self._stream)
         with self._module.stream(self._stream):
             job()
-        end = self._stream.record_event()
-        return Averaging(future, lambda: self._module.current_stream(self._device).wait_event(end))
+        end.record(self._stream)
+
+        def ready() -> None:
+            self._module.current_stream(self._device).wait_event(end)
+
+        return Averaging(future, ready, lambda: start.elapsed_time(end) / 1000)
 
     def _work(self) -> None:
         """The thread's own: what it has not finished ends with the process."""

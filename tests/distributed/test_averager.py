@@ -24,9 +24,10 @@ def averaged(process: Process, codec: str, dtype: torch.dtype, broken: int | Non
         values = values_of(process.rank, size, dtype)
         if process.rank == broken:
             values[size // 2] = float("nan") if size % 2 else float("inf")
-        started = averager.begin(values, torch.tensor(float(process.rank), dtype=torch.float64))
-        result = started.result()
-        found.append((result.mean, float(result.square), averager.bytes_each_way(size, dtype)))
+        averaging = averager.begin(values, torch.tensor([float(process.rank)], dtype=torch.float64))
+        result = averaging.result()
+        assert averaging.seconds() > 0
+        found.append((result.mean, float(result.sums), averager.bytes_each_way(size, dtype)))
     return found
 
 

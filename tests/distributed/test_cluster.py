@@ -58,7 +58,8 @@ def in_one_process(islands: int, overrides: dict[str, Any]) -> dict[str, Any]:
     config, corpus = small_config(**overrides), small_corpus()
     seq_len, size, steps = config.data.seq_len, config.train.global_batch_size, config.train.steps
     order = Sampler(num_samples(corpus.train, seq_len), config.run.seed)  # position p of slot s is sample p x islands + s
-    joint = [windows(corpus.train, order(torch.arange(islands * size * i, islands * size * (i + 1)).numpy()), seq_len) for i in range(steps)]
+    places = [torch.arange(islands * size * step, islands * size * (step + 1)).numpy() for step in range(steps)]
+    joint = [windows(corpus.train, order(each), seq_len) for each in places]
     return plain_training(config, joint, [learning_rate(config.optimizer, step, steps, size) for step in range(steps)])
 
 
@@ -90,6 +91,7 @@ NESTEROV = dict(lr=0.7, momentum=0.9)
 #: Ranks, islands, `parallel`, `outer`.
 EVERY_K: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "parameter averaging": (2, 2, dict(), dict(optimizer=PLAIN)),
+    "one island": (1, 1, dict(), dict(optimizer=NESTEROV)),
     "zero3": (4, 2, dict(), dict(optimizer=NESTEROV)),
     "zero2, fragments, overlap, alpha": (
         4,
@@ -123,6 +125,17 @@ def test_every_k_steps_equals_the_exchange_in_memory(ranks: RankPool, recipe: st
         for key in ("step", "fragment", "outcome", "landed", "start", "position", "weight", "tokens"):
             assert of(rank, "round", key) == of(same, "round", key), key
         assert of(rank, "round", "pseudo_gradient_norm") == pytest.approx(of(same, "round", "pseudo_gradient_norm"), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(("codec", "bits"), [("bf16", 16), ("int8", 8.125)])
+def test_encoded_rounds_tell_their_bits_and_islands_agree(ranks: RankPool, codec: str, bits: float) -> None:
+    overrides = dict(outer=dict(sync_every=2, optimizer=PLAIN, codec=dict(type=codec)))
+    first, second = ranks.run(in_one_job, 2, 2, overrides)
+    assert of(first, "round", "bits_per_parameter") == pytest.approx([bits] * 3, rel=0.01)
+    assert of(first, "round", "digest") == of(second, "round", "digest") and len(set(of(first, "round", "digest"))) == 3
+    assert all(torch.equal(first["parameters"][name], second["parameters"][name]) for name in first["parameters"])
+    plain = ranks.run(in_one_job, 2, 2, dict(outer=dict(sync_every=2, optimizer=PLAIN)))[0]
+    assert of(first, "step", "loss") == pytest.approx(of(plain, "step", "loss"), abs=1e-2)
 
 
 WHOLE = 8 * 36_576  # bytes of all parameters in fp64

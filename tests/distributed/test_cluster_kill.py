@@ -20,7 +20,7 @@ CONFIG = dict(
     outer=dict(sync_every=3, optimizer=dict(lr=1.0, momentum=0.0)),
     exchange=dict(type="process_group"),
     swarm=dict(islands=2),
-    checkpoint=dict(every=6),
+    checkpoint=dict(every=6, keep=3),
 )
 
 
@@ -29,7 +29,8 @@ def start(folder: Path, *options: str) -> subprocess.Popen:
     config.write_text(yaml.safe_dump(CONFIG | dict(run=dict(CONFIG["run"], dir=str(folder / "run")))))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", *options]
     output = (folder / "log").open("w")
-    return subprocess.Popen([*torchrun, "-m", "diloco", str(config)], stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command, environment = [*torchrun, "-m", "diloco", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 
 def children(process: subprocess.Popen) -> list[int]:

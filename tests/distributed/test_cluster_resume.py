@@ -83,7 +83,7 @@ def test_it_goes_on_bit_for_bit_with_rounds_in_flight_and_on_another_grid(ranks:
 
 
 def test_all_islands_go_on_from_the_newest_step_that_all_have(ranks: RankPool, tmp_path: Path) -> None:
-    whole, parts, every = tmp_path / "whole", tmp_path / "parts", dict(checkpoint=dict(every=2))
+    whole, parts, every = tmp_path / "whole", tmp_path / "parts", dict(checkpoint=dict(every=2, keep=4))
     assert ranks.run(stretch, 2, str(whole), 0, dict(every)) == [True] * 2
     assert ranks.run(stretch, 2, str(parts), 6, dict(every)) == [False] * 2
     shutil.rmtree(parts / "checkpoints/step-00000006/island-1")  # a crash left it without

@@ -39,8 +39,16 @@ def test_outer_keys_that_mean_nothing_are_refused(outer: dict[str, Any], keys: l
 
 
 def test_keys_by_which_islands_find_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match="swarm.slot says how others are numbered"):
+    with pytest.raises(ConfigError, match="swarm.slot=1 has no meaning"):
         config({}, slot=1)
+    with pytest.raises(ConfigError, match="exchange.min_islands=2 has no meaning"):
+        small_config(exchange=dict(type="process_group", min_islands=2))
+
+
+def test_so_few_checkpoints_that_islands_may_have_none_in_common_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"islands can be 12 steps apart.*keep at least 5"):
+        small_config(exchange=dict(type="process_group"), outer=dict(sync_every=10, overlap=2), checkpoint=dict(every=4))
+    small_config(exchange=dict(type="process_group"), outer=dict(sync_every=10, overlap=2), checkpoint=dict(every=12))
 
 
 def test_plain_averaging_goes_with_every_step_and_every_k_steps() -> None:

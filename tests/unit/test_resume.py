@@ -137,7 +137,7 @@ def test_harmless_changes_are_told_and_harmful_ones_refused(tmp_path: Path) -> N
 def test_alone_no_island_of_a_swarm_is_resumed(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     folder = saved(config, 10, facts=dict(flights=[]))
-    with pytest.raises(ConfigError, match=f"{folder} is of an island that has rounds with others"):
+    with pytest.raises(ConfigError, match=f"{folder} is of an island that has its samples by another rule"):
         run_alone(config)
 
 
