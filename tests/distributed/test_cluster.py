@@ -1,7 +1,7 @@
 """Replicas of one job: gradients averaged at every step, or islands that average what they moved by, equal what defines them."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Collection, Iterable
 
 import pytest
 import torch
@@ -73,7 +73,12 @@ EVERY_STEP: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("grid", EVERY_STEP)
+def with_slow(names: Iterable[str], fast: Collection[str]) -> list[Any]:
+    """Parameters of a test: all but those in ``fast`` cost seconds and differ little from them."""
+    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in names]
+
+
+@pytest.mark.parametrize("grid", with_slow(EVERY_STEP, fast=("zero3", "zero2 x tp2")))
 def test_every_step_is_hybrid_shard_and_equals_one_process(ranks: RankPool, grid: str) -> None:
     world_size, islands, parallel = EVERY_STEP[grid]
     model = dict(pad_vocab_to_multiple_of=2) if "tensor_parallel_size" in parallel else {}
@@ -110,7 +115,7 @@ EVERY_K: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", EVERY_K)
+@pytest.mark.parametrize("recipe", with_slow(EVERY_K, fast=("one island", "zero2, fragments, overlap, alpha", "zero3 x tp2, adam")))
 def test_every_k_steps_equals_the_exchange_in_memory(ranks: RankPool, recipe: str) -> None:
     world_size, islands, parallel, outer = EVERY_K[recipe]
     outer = dict(sync_every=2) | outer
