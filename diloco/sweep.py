@@ -198,7 +198,8 @@ def _settle(ended: _Running, failed: dict[str, str], view: SweepView) -> None:
         write_atomically(cell.folder / _DONE, json.dumps(dict(digest=cell.digest, seconds=seconds)).encode())
         view.tell(f"finished {cell.name} in {clock(seconds)}")
         return
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}" if code else "stopped before its end"
+    how = f"failed with exit code {code}" if code else "stopped before its end"
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else how
     log = cell.folder / "log.txt"
     last = log.read_text(errors="replace").splitlines()[-LOG_LINES_AFTER_FAILURE:]
     failed[cell.name] = f"{how}: {last[-1] if last else 'it said nothing'}"
