@@ -105,7 +105,7 @@ def make_study(
     for run in runs:
         values = {key: look_up(run.raw, key) for key in keys}
         rows.append({"cell": run.row["cell"], "status": FINISHED, **values, **run.row, "baseline": run.row.get("baseline")})
-    add_predictions(rows, one_machine)
+    add_predictions(rows, keys, one_machine)
     _compare(rows)
     simulated = any(row.get("bytes_are") == "computed" for row in rows if row["kind"] == ISLANDS)
     curves = {run.row["cell"]: run.curves for run in runs}

@@ -131,6 +131,17 @@ def test_on_one_machine_what_runs_have_alike_takes_as_long_as_in_the_fastest(run
     assert [row["step_seconds"] for row in together if row["sync_every"] == 5] == [0.5, 0.5]  # as it was measured
 
 
+def test_unlike_steps_and_codecs_take_as_long_as_they_do(runs: list[Measured]) -> None:
+    swept = ["train.precision", "outer.codec.block", "run.seed"]
+    fast, slow = (replace(run, row=dict(run.row)) for run in runs if run.row["sync_every"] == 5 and run.row["kind"] == "islands")
+    slow.row.update({"step_seconds": 0.5, "train.precision": "bf16"})
+    slow.row.update({"encode_seconds": 0.1, "outer.codec.block": 64})
+    rows = make_study("", [fast, slow], swept, one_machine=True).rows
+    assert [row["least_step_seconds"] for row in rows] == [0.05, 0.5]
+    assert [row["least_encode_seconds"] for row in rows] == [0.01, 0.1]
+    assert {row["least_outer_step_seconds"] for row in rows} == {0.005}
+
+
 class _Page(HTMLParser):
     """Every number of a page, what it refers to, and all text that is no number."""
 
