@@ -2,12 +2,14 @@
 
 import csv
 import itertools
+import json
 import math
 import re
 import statistics
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any, Callable
 
 import pytest
 import torch
@@ -92,6 +94,44 @@ def test_bytes_that_were_counted_are_taken_as_they_are(tmp_path: Path) -> None:
     row = measure(run, "real").row
     assert (row["bytes_each_way_per_round"], row["bytes_per_island"], row["bytes_are"]) == (700, 2800, "counted")
     assert row["decode_seconds"] == 0.02
+
+
+def _edit(run: Path, edit: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Path:
+    """Change the rows of all its islands."""
+    for file in run.glob("island-*/metrics.jsonl"):
+        rows = edit([json.loads(line) for line in file.read_text().splitlines()])
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return run
+
+
+def test_a_run_that_goes_on_is_measured_by_what_it_has_done(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "swarm", 3), write_run(tmp_path / "alone", outer=False)]
+    for run in runs:
+        _edit(run, lambda rows: [row for row in rows if row.get("step", 0) <= 10 and row.get("what") != "end"])
+    study = make_study("", [measure(run, run.name, 3) for run in runs], KEYS)
+    swarm, alone = study.rows
+    assert [(row["status"], row["steps"]) for row in study.rows] == [("unfinished", 10)] * 2
+    assert swarm["times_fewer_bytes"] == pytest.approx(5) and alone["rounds"] == 10
+    assert alone["bytes_per_island"] == pytest.approx(2 * 2 / 3 * 4 * alone["parameters"] * 10)
+    assert choose(study) is None
+
+
+def test_replicas_that_average_gradients_are_as_many_as_they_say(tmp_path: Path) -> None:
+    def of_replicas(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows[0]["detail"]["replicas"] = 4
+        return [row | ({"bytes_across": 700} if row["kind"] == "step" else {}) for row in rows if row["kind"] != "round"]
+
+    run = _edit(write_run(tmp_path / "k1", 1, sync_every=1), of_replicas)
+    config = run / "config.resolved.yaml"
+    config.write_text(config.read_text().replace("type: in_memory", "type: process_group"))
+    (row,) = make_study("", [measure(run, "k1")], KEYS).rows
+    assert (row["islands"], row["bytes_per_island"], row["bytes_are"]) == (4, 700 * STEPS, "counted")
+    assert row["times_fewer_bytes"] == pytest.approx(2 * 3 / 4 * 4 * row["parameters"] / 700)
+
+
+def test_a_simulation_has_no_share_of_real_time(tmp_path: Path) -> None:
+    run = _edit(write_run(tmp_path / "run"), lambda rows: [row | {"simulated_seconds": 1.0, "stall_seconds": 9.0} for row in rows])
+    assert measure(run, "run").row["measured_utilization"] is None
 
 
 def test_settings_are_means_over_seeds_with_their_spread(study: Study) -> None:
