@@ -84,6 +84,11 @@ class Study:
     simulated: bool = True
 
     @property
+    def unlike_tokens(self) -> bool:
+        """Whether some runs trained on more than others, so that their losses say little."""
+        return len({row["tokens"] for row in self.rows if row.get("tokens")}) > 1
+
+    @property
     def baselines(self) -> list[Setting]:
         """Settings that are data-parallel training."""
         return [setting for setting in self.settings if setting.is_baseline]

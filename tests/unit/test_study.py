@@ -21,6 +21,7 @@ from diloco.link_model import Link, Pace, RoundLoad, data_parallel, predict
 from diloco.report_drift import drift_of
 from diloco.report_measures import Measured, measure
 from diloco.report_study import Study, choose, make_study, write_tables
+from diloco.runs_report import write_comparison
 
 KEYS = ["outer.sync_every", "run.seed"]
 LOSSES = {1: (3.0, 3.02), 5: (3.01, 3.02), 20: (3.2, 3.3)}
@@ -264,6 +265,19 @@ def test_report_of_several_runs_puts_them_side_by_side(
     assert "H=20 ends" not in capsys.readouterr().out
     assert "H=5 ends at a held-out loss of" in (tmp_path / "out" / "report.html").read_text()
     assert cli.main(["report", str(first), str(tmp_path / "missing")]) == 2
+
+
+def test_a_data_parallel_run_beside_a_swarm_is_called_just_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html_report, "pictures", lambda study: [])
+    runs = [write_run(tmp_path / "alone", outer=False), write_run(tmp_path / "swarm"), write_run(tmp_path / "rarer", sync_every=10)]
+    folder = tmp_path / "out"
+    write_comparison(runs[:2], folder)
+    assert [row["setting"] for row in csv.DictReader((folder / "settings.csv").open())] == ["data-parallel", "swarm"]
+    assert "unlike numbers of tokens" in (folder / "report.html").read_text()
+    write_comparison(runs[1:], folder)
+    assert "unlike numbers of tokens" not in (folder / "report.html").read_text()
+    write_comparison(runs, folder)
+    assert [row["setting"] for row in csv.DictReader((folder / "settings.csv").open())] == ["data-parallel", "H=5", "H=10"]
 
 
 def test_report_of_one_run_makes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
