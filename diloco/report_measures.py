@@ -9,9 +9,10 @@ from typing import Any, Iterable
 
 import yaml
 
+from diloco.link_model import data_parallel_bytes
 from diloco.report import Summary, summarize
 from diloco.report_drift import Drift, drift_of_rounds
-from diloco.report_traffic import data_parallel_bytes, decode_seconds, traffic_of, wire_of
+from diloco.report_traffic import decode_seconds, traffic_of, wire_of
 from diloco.run_files import Row
 from diloco.run_record import IslandRecord, read_run
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from diloco.link_model import Link, Pace, Prediction, RoundLoad, data_parallel, predict
+from diloco.link_model import GRADIENT_BYTES, Link, Pace, Prediction, RoundLoad, data_parallel, predict
 from diloco.report_measures import DATA_PARALLEL, Measures
-from diloco.report_traffic import GRADIENT_BYTES
 from diloco.reduction import num_chunks
 from diloco.sweep_cells import SEED
 from islands.config import OUTER_SECTIONS

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diloco.link_model import data_parallel_bytes
 from diloco.report_measures import DATA_PARALLEL, FINISHED, ISLANDS, Curves, Measured, Measures, look_up
 from diloco.report_predictions import add_predictions
-from diloco.report_traffic import data_parallel_bytes
 from diloco.run_files import write_atomically
 from diloco.sweep_cells import SEED, label
 
