@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.html_report_figures import Picture, pictures, png, svg
+from diloco.report_measures import FINISHED
 from diloco.report_predictions import BANDWIDTHS, RTT_LABEL
-from diloco.report_study import CLOSE_PERCENT, FINISHED, Setting, Study, choose
+from diloco.report_study import CLOSE_PERCENT, Setting, Study, choose
 from diloco.run_files import write_atomically
 
 _TEMPLATE = "html_report.html"

@@ -29,6 +29,7 @@ SETTLING_ROUND_TRIPS, SETTLING_SHARE = 19.0, 0.42
 CPU_BYTES_PER_SECOND = 200e6
 #: Share of an inner step behind which data-parallel training can hide its all-reduce: the backward pass (arXiv 2006.15704).
 BACKWARD_SHARE = 2 / 3
+GRADIENT_BYTES = 4  # of data-parallel training, which is taken to reduce in fp32
 
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)\s*"
 _BANDWIDTH = re.compile(_NUMBER + "(kbit|mbit|gbit)", re.IGNORECASE)
@@ -159,10 +160,19 @@ def predict(link: Link, load: RoundLoad, pace: Pace) -> Prediction:
 
 def data_parallel(link: Link, islands: int, gradient_bytes: float, inner_step_seconds: float) -> Prediction:
     """Of islands that all-reduce their gradients in a ring at every step, behind the backward pass as far as that lasts."""
-    hops = 2 * (islands - 1)
-    reducing = hops * link.rtt / 2 + line_seconds(link, hops / islands * gradient_bytes)
+    reducing = (islands - 1) * link.rtt + line_seconds(link, ring_bytes(gradient_bytes, islands))
     stall = max(0.0, reducing - BACKWARD_SHARE * inner_step_seconds)
     return Prediction(reducing, stall, *_shares(inner_step_seconds, stall))
+
+
+def ring_bytes(num_bytes: float, members: int) -> float:
+    """That each member sends in a ring all-reduce of ``num_bytes``."""
+    return 2 * (members - 1) * num_bytes / members
+
+
+def data_parallel_bytes(parameters: int, islands: int, steps: float = 1) -> float:
+    """That an island sends which all-reduces its gradients at each step."""
+    return ring_bytes(GRADIENT_BYTES * parameters * steps, islands)
 
 
 def landings_in_flight(pace: Pace) -> int:

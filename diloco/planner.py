@@ -11,7 +11,7 @@ from statistics import fmean
 from diloco.codecs import build_wire
 from diloco.config import RunConfig
 from diloco.from_config import make_layout, make_wire
-from diloco.link_model import Link, Pace, Prediction, RoundLoad, predict
+from diloco.link_model import Link, Pace, Prediction, RoundLoad, data_parallel_bytes, predict
 from diloco.planner_costs import ChunkCosts, measure_costs
 from diloco.planner_state import OuterBytes, host_bytes, shard_bytes
 from diloco.reduction import CHUNK, Wire
@@ -104,8 +104,7 @@ class Planner:
     def traffic(self, setting: Setting) -> Traffic:
         """What goes over the link."""
         sent = [each.sent for each in self.rounds(setting)]
-        ring = 2 * (self.islands - 1) / self.islands * 4 * self.numel  # gradients in fp32
-        return Traffic(fmean(sent), sum(sent) / setting.sync_every, ring)
+        return Traffic(fmean(sent), sum(sent) / setting.sync_every, data_parallel_bytes(self.numel, self.islands))
 
     def loads(self, setting: Setting) -> list[RoundLoad]:
         """Of a round of each fragment."""

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.accounting import CAUSES, samples_lost, samples_repeated, samples_trained, seconds_lost, wall_seconds
+from diloco.link_model import data_parallel_bytes
 from diloco.report_figure import draw_report
 from diloco.run_files import Row, write_atomically
 from diloco.run_record import IslandRecord, read_run
 
 Summary = dict[str, Any]
 
-GRADIENT_BYTES = 4  # data-parallel training is taken to reduce fp32 gradients
 LEAST_SECONDS_TOLD = 0.1
 
 _CHECKPOINT_EVENTS = {
@@ -133,8 +133,7 @@ def _data_parallel_bytes(records: list[IslandRecord], parameters: int | None) ->
     """What the same steps would have sent between islands with a ring all-reduce of fp32 gradients at each of them."""
     if parameters is None:
         return None
-    num_islands, steps = len(records), sum(len(record.steps) for record in records)
-    return steps * 2 * (num_islands - 1) * GRADIENT_BYTES * parameters // num_islands
+    return int(data_parallel_bytes(parameters, len(records), sum(len(record.steps) for record in records)))
 
 
 def _bits_per_parameter(record: IslandRecord, parameters: int | None) -> float | None:

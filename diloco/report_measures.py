@@ -4,18 +4,20 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, mean, median
 from typing import Any, Iterable
 
 import yaml
 
+from diloco.link_model import data_parallel_bytes
 from diloco.report import Summary, summarize
 from diloco.report_drift import Drift, drift_of_rounds
-from diloco.report_traffic import data_parallel_bytes, decode_seconds, traffic_of, wire_of
+from diloco.report_traffic import decode_seconds, traffic_of, wire_of
 from diloco.run_files import Row
 from diloco.run_record import IslandRecord, read_run
 
 ISLANDS, DATA_PARALLEL = "islands", "data-parallel"
+FINISHED, UNFINISHED = "finished", "unfinished"
 MOST_POINTS = 200  # of one curve
 
 #: Keys that every row has, and what its column is called.
@@ -26,7 +28,6 @@ COMMON_KEYS = {
     "outer.overlap": "overlap",
     "outer.optimizer.lr": "outer_lr",
     "run.seed": "seed",
-    "train.steps": "steps",
     "train.global_batch_size": "global_batch_size",
     "data.seq_len": "seq_len",
 }
@@ -82,18 +83,20 @@ def measure(run_dir: Path, name: str, workers: int | None = None) -> Measured:
     """Read a run.
 
     Args:
-        workers: replicas that a data-parallel run stands for; default: the islands that were there.
+        workers: replicas that a data-parallel run stands for; default: the islands that were there, or replicas of one.
 
     Raises:
         ConfigError: there is no run in ``run_dir``.
     """
     raw, records, summary = read_config(run_dir), read_run(run_dir), summarize(run_dir)
     kind = ISLANDS if "outer" in raw else DATA_PARALLEL
-    workers = workers or len(records)
-    row: Measures = dict(cell=name, kind=kind, islands=workers)
+    workers = workers or len(records) * max((each.replicas for record in records for each in record.incarnations), default=1)
+    ended = any(record.ended for record in records)  # from whose end others may be gone
+    row: Measures = dict(cell=name, status=FINISHED if ended else UNFINISHED, kind=kind, islands=workers)
     row |= {column: look_up(raw, key) for key, column in COMMON_KEYS.items()}
     row |= dict(
         parameters=next((record.parameters for record in records if record.parameters), None),
+        steps=mean(len(record.steps) for record in records),  # not those of the file: the run may go on, or have ended early
         tokens=summary["tokens"],
         eval_loss=summary["eval_loss"],
         eval_loss_start=summary["eval_loss_start"],
@@ -117,11 +120,12 @@ def _of_rounds(records: list[IslandRecord], raw: dict[str, Any], islands: int) -
     simulated = look_up(raw, "exchange.type") == "in_memory" and islands > 1
     if simulated and wire:
         rounds = [row | {"decode_seconds": decode_seconds(row, wire, islands)} for row in rounds]
+    sent = sum(each.sent for each in traffic) or sum(record.bytes_sent for record in records)  # replicas of one island have no rounds
     return dict(
         rounds=max((record.count("committed") for record in records), default=0),
         bits_per_parameter=_mean([row.get("bits_per_parameter") for row in rounds]),
         bytes_each_way_per_round=_mean([each.each_way for each in traffic]),
-        bytes_per_island=sum(each.sent for each in traffic) / len(records) if rounds else None,
+        bytes_per_island=sent / islands if rounds or sent else None,
         bytes_are="computed" if simulated else "counted",
         encode_seconds=_mean([row.get("encode_seconds") for row in rounds]),
         decode_seconds=_once_a_round(rounds, "decode_seconds"),

@@ -1,9 +1,12 @@
 """What a measured run would do on links of other speeds: the columns ``predicted_...`` and the curves over bandwidth."""
 
-from diloco.link_model import Link, Pace, Prediction, RoundLoad, data_parallel, predict
+from collections.abc import Sequence
+
+from diloco.link_model import GRADIENT_BYTES, Link, Pace, Prediction, RoundLoad, data_parallel, predict
 from diloco.report_measures import DATA_PARALLEL, Measures
-from diloco.report_traffic import GRADIENT_BYTES
 from diloco.reduction import num_chunks
+from diloco.sweep_cells import SEED
+from islands.config import OUTER_SECTIONS
 
 #: Of the columns: bandwidth by the name that it has in them, at one round-trip time.
 BANDWIDTHS = {"10mbit": 10e6, "100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
@@ -13,15 +16,17 @@ RTT_LABEL = "80 ms"
 CURVE_BANDWIDTHS = [10 ** (7 + step / 12) for step in range(37)]  # 10 Mbit/s to 10 Gbit/s
 
 
-#: Seconds that a prediction begins with, and the columns in which runs have to be alike to take as long for them.
+#: Seconds that a prediction begins with, and the columns in which runs have to be alike to take as long for them; beside those of
+#: swept keys that say what an island computes in a step, whatever they are.
 _SECONDS = {
     "step_seconds": ("global_batch_size",),
-    "encode_seconds": ("codec", "fragments"),
+    "encode_seconds": ("codec", "fragments", "outer.error_feedback"),
     "decode_seconds": ("codec", "fragments", "islands"),
-    "outer_step_seconds": ("fragments",),
+    "outer_step_seconds": ("fragments", "outer.optimizer.type"),
     "copy_seconds": ("fragments",),
 }
 _MODEL = ("kind", "parameters", "seq_len")
+_CODEC = "outer.codec."
 
 
 def prediction(row: Measures, link: Link) -> Prediction | None:
@@ -46,18 +51,22 @@ def prediction(row: Measures, link: Link) -> Prediction | None:
     return predict(link, load, Pace(seconds["step_seconds"], row["sync_every"], row["fragments"], overlap))
 
 
-def add_predictions(rows: list[Measures], one_machine: bool) -> None:
+def add_predictions(rows: list[Measures], keys: Sequence[str], one_machine: bool) -> None:
     """Give each row of a table its columns, and the seconds that they begin with: ``least_...``.
 
     A data-parallel replica steps as fast as an island with the same share of the batch.
 
     Args:
+        keys: swept ones, of which each row has the values.
         one_machine: all runs were on it: what runs have alike takes as long as in the fastest, as what else the machine does can only
             add to it.
     """
+    common = (*_MODEL, *(key for key in keys if key != SEED and key.split(".")[0] not in OUTER_SECTIONS))
+    codec = tuple(key for key in keys if key.startswith(_CODEC))
     for row in rows:
-        for key, alike in _SECONDS.items():
-            same = [other for other in rows if one_machine and all(other.get(each) == row.get(each) for each in (*_MODEL, *alike))]
+        for key, own in _SECONDS.items():
+            alike = (*common, *own, *(codec if "codec" in own else ()))
+            same = [other for other in rows if one_machine and all(other.get(each) == row.get(each) for each in alike)]
             row[f"least_{key}"] = min((other[key] for other in (*same, row) if other.get(key) is not None), default=None)
     for row in rows:
         if row["kind"] == DATA_PARALLEL:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.report_measures import DATA_PARALLEL, ISLANDS, Curves, Measured, Measures, look_up
+from diloco.link_model import data_parallel_bytes
+from diloco.report_measures import DATA_PARALLEL, FINISHED, ISLANDS, Curves, Measured, Measures, look_up
 from diloco.report_predictions import add_predictions
-from diloco.report_traffic import data_parallel_bytes
 from diloco.run_files import write_atomically
 from diloco.sweep_cells import SEED, label
 
-FINISHED = "finished"
 CLOSE_PERCENT = 1.0  # of loss: a setting this close to the best is as good, and may be much cheaper
 
 #: Of a setting: means over its runs.
@@ -47,7 +46,7 @@ class Setting:
     Attributes:
         keys: in which settings differ, and their values.
         row: of ``settings.csv``.
-        runs: of ``results.csv``, those that are finished.
+        runs: of ``results.csv``, those that have something to tell.
     """
 
     label: str
@@ -60,6 +59,11 @@ class Setting:
     def is_baseline(self) -> bool:
         """Whether it is data-parallel training."""
         return self.row["kind"] == DATA_PARALLEL
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all its runs came to their end."""
+        return all(run["status"] == FINISHED for run in self.runs)
 
 
 @dataclass
@@ -78,6 +82,11 @@ class Study:
     keys: list[str]
     settings: list[Setting] = field(default_factory=list)
     simulated: bool = True
+
+    @property
+    def unlike_tokens(self) -> bool:
+        """Whether some runs trained on more than others, so that their losses say little."""
+        return len({row["tokens"] for row in self.rows if row.get("tokens")}) > 1
 
     @property
     def baselines(self) -> list[Setting]:
@@ -104,8 +113,8 @@ def make_study(
     rows = []
     for run in runs:
         values = {key: look_up(run.raw, key) for key in keys}
-        rows.append({"cell": run.row["cell"], "status": FINISHED, **values, **run.row, "baseline": run.row.get("baseline")})
-    add_predictions(rows, one_machine)
+        rows.append({"cell": run.row["cell"], "status": run.row["status"], **values, **run.row, "baseline": run.row.get("baseline")})
+    add_predictions(rows, keys, one_machine)
     _compare(rows)
     simulated = any(row.get("bytes_are") == "computed" for row in rows if row["kind"] == ISLANDS)
     curves = {run.row["cell"]: run.curves for run in runs}
@@ -158,8 +167,8 @@ def _mark_frontier(settings: list[Setting]) -> None:
 
 
 def choose(study: Study) -> Setting | None:
-    """Of the settings whose loss is within :data:`CLOSE_PERCENT` of the lowest among them, the one that sends the fewest bytes."""
-    known = [each for each in study.islands if each.row["eval_loss"] is not None and each.row["bytes_per_island"]]
+    """Of the finished settings whose loss is within :data:`CLOSE_PERCENT` of the lowest among them, the one that sends the fewest bytes."""
+    known = [each for each in study.islands if each.is_finished and each.row["eval_loss"] is not None and each.row["bytes_per_island"]]
     if not known:
         return None
     limit = min(each.row["eval_loss"] for each in known) * (1 + CLOSE_PERCENT / 100)

@@ -9,8 +9,6 @@ from diloco.round_bytes import round_bytes
 from diloco.run_files import Row
 from islands import plugins
 
-GRADIENT_BYTES = 4  # data-parallel training is taken to reduce fp32 gradients
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -54,11 +52,6 @@ def decode_seconds(row: Row, wire: Wire, islands: int) -> float:
     if islands < 2 or sends_whole(wire, islands):
         return seconds
     return seconds * (len(reducer_chunks(_numel(row), islands, 0)) / chunks + 1 / islands)
-
-
-def data_parallel_bytes(parameters: int, workers: int, steps: int) -> float:
-    """That a worker sends, with a ring all-reduce of fp32 gradients at each step."""
-    return 2 * (workers - 1) / workers * GRADIENT_BYTES * parameters * steps
 
 
 def _numel(row: Row) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from diloco.link_model import ring_bytes
 from diloco.reduction import Wire, num_chunks, reducer_chunks, sends_whole
 
 
@@ -41,5 +42,5 @@ def all_reduce_bytes(wire: Wire, numel: int, islands: int, copies: int) -> Round
     Args:
         copies: ranks of an island that hold the same shard, each of which sends it.
     """
-    ring = 2 * (islands - 1) / islands * copies * wire.contribution.bits / 8 * numel
+    ring = ring_bytes(copies * wire.contribution.bits / 8 * numel, islands)
     return RoundBytes(ring, ring, num_chunks(numel))

@@ -1,11 +1,11 @@
 """The page of real runs: of one, in its folder; of several side by side, in a folder of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from diloco.html_report import write_page
-from diloco.report_measures import measure
+from diloco.report_measures import DATA_PARALLEL, ISLANDS, Measured, measure
 from diloco.report_study import Study, make_study, write_tables
 from islands.config_file import ConfigError
 
@@ -39,10 +39,16 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> str:
 
 def _study(run_dirs: Sequence[Path], title: str) -> Study:
     runs = [measure(run_dir, name) for run_dir, name in zip(run_dirs, _names(run_dirs), strict=True)]
-    flat = [_flatten(run.raw) for run in runs]
-    keys = list(dict.fromkeys(key for each in flat for key in each))
-    differing = [key for key in keys if len({repr(each.get(key)) for each in flat if each}) > 1]
+    differing = dict.fromkeys(key for kind in (ISLANDS, DATA_PARALLEL) for key in _differing(runs, kind))
     return make_study(title, runs, [key for key in differing if key.split(".")[0] in _COMPARED and key not in _NOT_COMPARED])
+
+
+def _differing(runs: Sequence[Measured], kind: str) -> Iterator[str]:
+    """Keys that all runs of a kind have, in which they differ: what only one has follows from another key, such as a type."""
+    flat = [_flatten(run.raw) for run in runs if run.raw and run.row["kind"] == kind]
+    for key in flat[0] if flat else ():
+        if all(key in each for each in flat) and len({repr(each[key]) for each in flat}) > 1:
+            yield key
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:

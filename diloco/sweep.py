@@ -20,7 +20,8 @@ from typing import Callable, Iterator, Literal, Sequence
 
 from diloco.launch_processes import LAUNCH_MARK, end_all, start_process
 from diloco.live_view import clock
-from diloco.run_files import RowTail, lock_run_dir, metrics_file, write_atomically
+from diloco.run_files import RowTail, island_dirs, lock_run_dir, metrics_file, write_atomically
+from diloco.run_record import read_run
 from diloco.sweep_cells import Cell, make_cells
 from diloco.sweep_config import SweepFile, read_sweep
 from diloco.sweep_places import Places, find_places
@@ -192,16 +193,22 @@ def _start(plan: Plan, cell: Cell, gpu: str | None, mark: str, lock: int) -> _Ru
 def _settle(ended: _Running, failed: dict[str, str], view: SweepView) -> None:
     """A cell's process is gone: note that it is finished, or tell why it is not."""
     cell, code, seconds = ended.cell, ended.process.returncode, time.monotonic() - ended.started
-    if code == 0:
+    if code == 0 and _at_its_end(cell.folder):
         shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)  # one a cell would fill the disk, and nothing goes on from it
         write_atomically(cell.folder / _DONE, json.dumps(dict(digest=cell.digest, seconds=seconds)).encode())
         view.tell(f"finished {cell.name} in {clock(seconds)}")
         return
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    how = f"failed with exit code {code}" if code else "stopped before its end"
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else how
     log = cell.folder / "log.txt"
     last = log.read_text(errors="replace").splitlines()[-LOG_LINES_AFTER_FAILURE:]
     failed[cell.name] = f"{how}: {last[-1] if last else 'it said nothing'}"
     view.tell("\n".join([f"FAILED {cell.name} {how}; the others go on. The end of {log}:", *(f"  {line}" for line in last)]))
+
+
+def _at_its_end(run_dir: Path) -> bool:
+    """Whether an island has come to it, from which others may be gone, as scripted. One that is asked to stop exits with 0, too."""
+    return bool(island_dirs(run_dir)) and any(record.ended for record in read_run(run_dir))
 
 
 def _tell_interruption(plan: Plan, failed: dict[str, str], config_file: Path, overrides: Sequence[str]) -> Literal[130]:

@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Iterator
 
-from diloco.config import ExchangeSection, RunConfig
+from diloco.config import RunConfig
 from diloco.sweep_config import SweepFile
+from islands import plugins
 from islands.config import OUTER_SECTIONS, IslandConfig
 from islands.config_file import ConfigError, parse_config, set_key
 
 SEED = "run.seed"
 _ISLANDS, _BATCH, _SLOTS = "swarm.islands", "train.global_batch_size", "swarm.max_slots"
+_SIMULATED = "in_memory"
 _MOST_TOLD = 8  # cells of which problems are told
 _LONGEST_NAME = 80
 
@@ -96,21 +98,30 @@ def label(keys: dict[str, Any]) -> str:
 def _cell(sweep: SweepFile, keys: dict[str, Any]) -> Cell:
     raw = copy.deepcopy(sweep.raw)
     before = _numbers(raw)
-    for key, value in keys.items():
-        set_key(raw, key, value)
     for section in OUTER_SECTIONS:
         if raw.get(section) is None:
             raw[section] = {}
+    if isinstance(raw["exchange"], dict):
+        raw["exchange"] = _in_memory(raw["exchange"])
+    for key, value in keys.items():
+        set_key(raw, key, value)
     _divide_batch(raw, keys, *before)
     if isinstance(raw["swarm"], dict):
         raw["swarm"].setdefault("max_slots", raw["swarm"].get("islands", 1))  # all samples are some island's
     set_key(raw, "train.resume", "never")
     set_key(raw, "checkpoint.every", 0)  # what is interrupted is run afresh
-    if isinstance(raw["exchange"], dict) and raw["exchange"].get("type") != "in_memory":  # a file of a real run will do
-        raw["exchange"] = {key: value for key, value in raw["exchange"].items() if key in ExchangeSection.model_fields}
-    set_key(raw, "exchange.type", "in_memory")
     config = parse_config(RunConfig, raw, source="it")
     return _placed(sweep.folder, keys, config, config.swarm.islands)
+
+
+def _in_memory(section: dict[str, Any]) -> dict[str, Any]:
+    """The file's ``exchange``, of a simulation: a file of a real run will do, without the keys that only its own type has."""
+    try:
+        own = plugins.load("diloco.exchange", section.get("type", _SIMULATED)).Config.model_fields
+    except ValueError as error:
+        raise ConfigError(f"exchange.type: {error}") from None
+    kept = plugins.load("diloco.exchange", _SIMULATED).Config.model_fields
+    return {key: value for key, value in section.items() if key in kept or key not in own} | {"type": _SIMULATED}
 
 
 def _numbers(raw: dict[str, Any]) -> tuple[Any, Any]:

@@ -2,12 +2,14 @@
 
 import csv
 import itertools
+import json
 import math
 import re
 import statistics
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any, Callable
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from diloco.link_model import Link, Pace, RoundLoad, data_parallel, predict
 from diloco.report_drift import drift_of
 from diloco.report_measures import Measured, measure
 from diloco.report_study import Study, choose, make_study, write_tables
+from diloco.runs_report import write_comparison
 
 KEYS = ["outer.sync_every", "run.seed"]
 LOSSES = {1: (3.0, 3.02), 5: (3.01, 3.02), 20: (3.2, 3.3)}
@@ -94,6 +97,44 @@ def test_bytes_that_were_counted_are_taken_as_they_are(tmp_path: Path) -> None:
     assert row["decode_seconds"] == 0.02
 
 
+def _edit(run: Path, edit: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Path:
+    """Change the rows of all its islands."""
+    for file in run.glob("island-*/metrics.jsonl"):
+        rows = edit([json.loads(line) for line in file.read_text().splitlines()])
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return run
+
+
+def test_a_run_that_goes_on_is_measured_by_what_it_has_done(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "swarm", 3), write_run(tmp_path / "alone", outer=False)]
+    for run in runs:
+        _edit(run, lambda rows: [row for row in rows if row.get("step", 0) <= 10 and row.get("what") != "end"])
+    study = make_study("", [measure(run, run.name, 3) for run in runs], KEYS)
+    swarm, alone = study.rows
+    assert [(row["status"], row["steps"]) for row in study.rows] == [("unfinished", 10)] * 2
+    assert swarm["times_fewer_bytes"] == pytest.approx(5) and alone["rounds"] == 10
+    assert alone["bytes_per_island"] == pytest.approx(2 * 2 / 3 * 4 * alone["parameters"] * 10)
+    assert choose(study) is None
+
+
+def test_replicas_that_average_gradients_are_as_many_as_they_say(tmp_path: Path) -> None:
+    def of_replicas(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows[0]["detail"]["replicas"] = 4
+        return [row | ({"bytes_across": 700} if row["kind"] == "step" else {}) for row in rows if row["kind"] != "round"]
+
+    run = _edit(write_run(tmp_path / "k1", 1, sync_every=1), of_replicas)
+    config = run / "config.resolved.yaml"
+    config.write_text(config.read_text().replace("type: in_memory", "type: process_group"))
+    (row,) = make_study("", [measure(run, "k1")], KEYS).rows
+    assert (row["islands"], row["bytes_per_island"], row["bytes_are"]) == (4, 700 * STEPS, "counted")
+    assert row["times_fewer_bytes"] == pytest.approx(2 * 3 / 4 * 4 * row["parameters"] / 700)
+
+
+def test_a_simulation_has_no_share_of_real_time(tmp_path: Path) -> None:
+    run = _edit(write_run(tmp_path / "run"), lambda rows: [row | {"simulated_seconds": 1.0, "stall_seconds": 9.0} for row in rows])
+    assert measure(run, "run").row["measured_utilization"] is None
+
+
 def test_settings_are_means_over_seeds_with_their_spread(study: Study) -> None:
     rows = {setting.label: setting.row for setting in study.settings}
     assert list(rows) == ["data-parallel", "H=1", "H=5", "H=20"]
@@ -129,6 +170,17 @@ def test_on_one_machine_what_runs_have_alike_takes_as_long_as_in_the_fastest(run
     assert [row["least_step_seconds"] for row in rows if row["sync_every"] == 5] == [0.5, 0.5]
     assert {row["least_step_seconds"] for row in together} == {0.05} and {row["least_encode_seconds"] for row in together} == {0.01, None}
     assert [row["step_seconds"] for row in together if row["sync_every"] == 5] == [0.5, 0.5]  # as it was measured
+
+
+def test_unlike_steps_and_codecs_take_as_long_as_they_do(runs: list[Measured]) -> None:
+    swept = ["train.precision", "outer.codec.block", "run.seed"]
+    fast, slow = (replace(run, row=dict(run.row)) for run in runs if run.row["sync_every"] == 5 and run.row["kind"] == "islands")
+    slow.row.update({"step_seconds": 0.5, "train.precision": "bf16"})
+    slow.row.update({"encode_seconds": 0.1, "outer.codec.block": 64})
+    rows = make_study("", [fast, slow], swept, one_machine=True).rows
+    assert [row["least_step_seconds"] for row in rows] == [0.05, 0.5]
+    assert [row["least_encode_seconds"] for row in rows] == [0.01, 0.1]
+    assert {row["least_outer_step_seconds"] for row in rows} == {0.005}
 
 
 class _Page(HTMLParser):
@@ -213,6 +265,19 @@ def test_report_of_several_runs_puts_them_side_by_side(
     assert "H=20 ends" not in capsys.readouterr().out
     assert "H=5 ends at a held-out loss of" in (tmp_path / "out" / "report.html").read_text()
     assert cli.main(["report", str(first), str(tmp_path / "missing")]) == 2
+
+
+def test_a_data_parallel_run_beside_a_swarm_is_called_just_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html_report, "pictures", lambda study: [])
+    runs = [write_run(tmp_path / "alone", outer=False), write_run(tmp_path / "swarm"), write_run(tmp_path / "rarer", sync_every=10)]
+    folder = tmp_path / "out"
+    write_comparison(runs[:2], folder)
+    assert [row["setting"] for row in csv.DictReader((folder / "settings.csv").open())] == ["data-parallel", "swarm"]
+    assert "unlike numbers of tokens" in (folder / "report.html").read_text()
+    write_comparison(runs[1:], folder)
+    assert "unlike numbers of tokens" not in (folder / "report.html").read_text()
+    write_comparison(runs, folder)
+    assert [row["setting"] for row in csv.DictReader((folder / "settings.csv").open())] == ["data-parallel", "H=5", "H=10"]
 
 
 def test_report_of_one_run_makes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,14 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on(tmp_path: Path, cells: C
     assert [name for name, _, _ in cells.started()] == ["seed-2"]
 
 
+def test_a_cell_that_was_asked_to_stop_is_not_finished(tmp_path: Path, cells: Cells, plain: None, capsys: Any) -> None:
+    for file in (tmp_path / "prepared" / "islands").glob("island-*/metrics.jsonl"):
+        file.write_text(file.read_text().replace('"what": "end"', '"what": "stopped"'))
+    assert sweeping.sweep(seeds(tmp_path, 0), [], cells.command) == 1  # it exits with 0
+    assert "FAILED seed-0" in (told := capsys.readouterr().out) and "stopped before its end" in told
+    assert not list((tmp_path / "sweep" / "cells").glob("*/done.json"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_keeps_what_is_done_and_leaves_no_process(
     tmp_path: Path, cells: Cells, plain: None, capsys: Any, number: signal.Signals

@@ -103,6 +103,23 @@ def test_a_file_of_a_real_run_will_do(tmp_path: Path) -> None:
     assert (cells[0].config.train.resume, cells[0].config.checkpoint.every) == ("never", 0)
 
 
+def test_keys_of_a_simulation_can_be_swept_whatever_type_the_file_has(tmp_path: Path) -> None:
+    script = [{"island": 1, "speed": 0.5}]
+    sweep = dict(grid={"exchange.step_seconds": [1.0, 2.0], "exchange.script": [[], script]}, baseline=False)
+    for exchange in ({}, dict(type="in_memory"), dict(type="process_group", offload=True)):
+        cells = cells_of(tmp_path, sweep, exchange=exchange)
+        assert [(cell.config.exchange.step_seconds, len(cell.config.exchange.script)) for cell in cells] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_exchange_keys_that_no_type_knows_are_refused(tmp_path: Path) -> None:
+    grid = {"outer.sync_every": [5]}
+    for exchange in (dict(nonsense=1), dict(type="process_group", nonsense=1)):
+        assert "exchange.nonsense: unknown key" in refusal(tmp_path, dict(grid=grid), exchange=exchange)
+    assert "exchange.type: 'hivemin' is not one of" in refusal(tmp_path, dict(grid=grid), exchange=dict(type="hivemin"))
+    told = refusal(tmp_path, dict(grid={"exchange.offload": [True]}), exchange=dict(type="process_group"))
+    assert "exchange.offload: unknown key" in told
+
+
 def test_the_digest_is_that_of_what_is_run_and_not_of_where(tmp_path: Path) -> None:
     one = cells_of(tmp_path, dict(grid={"outer.sync_every": [5]}, dir=str(tmp_path / "a")))
     other = cells_of(tmp_path, dict(grid={"outer.sync_every": [5]}, dir=str(tmp_path / "b")))
