@@ -4,7 +4,7 @@ Nothing is started: the model has shapes and no memory. What a round costs the p
 (:mod:`diloco.planner_costs`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 
@@ -114,6 +114,7 @@ class Planner:
     def predict(self, setting: Setting, link: Link, step_seconds: float) -> Prediction:
         """Mean over the fragments; the round is the longest."""
         pace = Pace(step_seconds, setting.sync_every, setting.fragments, setting.overlap)
+        link = replace(link, daemons=not self.in_job)
         found = [predict(link, load, pace) for load in self.loads(setting)]
         seconds = fmean(each.seconds_per_step for each in found)
         longest, stall = max(each.round_seconds for each in found), fmean(each.stall_seconds for each in found)

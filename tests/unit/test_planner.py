@@ -47,7 +47,7 @@ def question(**changes: Any) -> Question:
 def test_host_bytes_are_those_of_the_shared_memory_that_the_trainer_makes(outer: dict[str, Any]) -> None:
     found = planner(outer=outer)
     layout = make_layout(found.config, found.sizes(found.config.outer.fragments))
-    really = OuterState(layout)._memory.num_bytes
+    really = sum(memory.num_bytes for memory in OuterState(layout)._memory)
     assert 0 <= really - found.outer().shared_memory < 0.05 * really  # positions, digests and padding of a tiny model
 
 
@@ -90,6 +90,19 @@ def test_islands_of_one_job_hold_and_send_shards() -> None:
 
 
 # Time.
+
+
+def job(islands: int = 4, ranks: int = 1, **outer: Any) -> Planner:
+    """Of islands that are one job."""
+    sections = {"exchange": {"type": "process_group"}, "swarm": {"islands": islands}, "train": {"precision": "fp32"}}
+    plain = {"optimizer": {"lr": 1.0, "momentum": 0.0}, **outer}
+    return Planner(small_config(**sections, outer=plain, parallel={"data_parallel_strategy": "ddp"}), ranks)
+
+
+def test_rounds_of_one_job_are_as_fast_as_the_link() -> None:
+    found = job(sync_every=10)
+    seconds = [found.predict(found.setting(1.0), Link(rate, 0.0), 1.0).round_seconds for rate in (1e9, 10e9, 100e9)]
+    assert seconds[0] == pytest.approx(10 * seconds[1]) == pytest.approx(100 * seconds[2])
 
 
 def test_costs_are_measured_and_means_cost_only_where_they_are_sent_on() -> None:
