@@ -11,10 +11,10 @@ from statistics import fmean
 from diloco.codecs import build_wire
 from diloco.config import RunConfig
 from diloco.from_config import make_layout, make_wire
-from diloco.link_model import Link, Pace, Prediction, RoundLoad, predict
+from diloco.link_model import Link, Pace, Prediction, RoundLoad, data_parallel, predict
 from diloco.planner_costs import ChunkCosts, measure_costs
 from diloco.planner_state import OuterBytes, host_bytes, shard_bytes
-from diloco.reduction import CHUNK, Wire
+from diloco.reduction import CHUNK, Wire, num_chunks
 from diloco.round_bytes import RoundBytes, all_reduce_bytes, round_bytes
 from islands import plugins
 from islands.config_file import ConfigError, parse_config
@@ -23,6 +23,8 @@ from islands.island import meta_model
 from islands.memory import Estimate, estimate
 from islands.mesh import Grid, check_grid
 from islands.strategies.pipeline_plan import num_micro_batches, predicted_bubble
+
+_GRADIENT_BYTES = 4  # fp32
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,15 @@ class Planner:
 
     def rounds(self, setting: Setting) -> list[RoundBytes]:
         """Of each fragment."""
+        if self._at_every_step(setting):
+            return [RoundBytes(self._gradient_ring, self._gradient_ring, num_chunks(self.numel))]
         wire = self.wire(setting.codec)
         return [self._round_bytes(wire, numel) for numel in self.sizes(setting.fragments)]
 
     def traffic(self, setting: Setting) -> Traffic:
         """What goes over the link."""
         sent = [each.sent for each in self.rounds(setting)]
-        ring = 2 * (self.islands - 1) / self.islands * 4 * self.numel  # gradients in fp32
-        return Traffic(fmean(sent), sum(sent) / setting.sync_every, ring)
+        return Traffic(fmean(sent), sum(sent) / setting.sync_every, self._gradient_ring)
 
     def loads(self, setting: Setting) -> list[RoundLoad]:
         """Of a round of each fragment."""
@@ -113,12 +116,18 @@ class Planner:
 
     def predict(self, setting: Setting, link: Link, step_seconds: float) -> Prediction:
         """Mean over the fragments; the round is the longest."""
+        if self._at_every_step(setting):
+            return self.data_parallel(link, step_seconds)
         pace = Pace(step_seconds, setting.sync_every, setting.fragments, setting.overlap)
         link = replace(link, daemons=not self.in_job)
         found = [predict(link, load, pace) for load in self.loads(setting)]
         seconds = fmean(each.seconds_per_step for each in found)
         longest, stall = max(each.round_seconds for each in found), fmean(each.stall_seconds for each in found)
         return Prediction(longest, stall, step_seconds / seconds, seconds)
+
+    def data_parallel(self, link: Link, step_seconds: float) -> Prediction:
+        """Of islands that average their gradients at every step instead."""
+        return data_parallel(link, self.islands, _GRADIENT_BYTES * self.numel, step_seconds)
 
     def memory(self) -> Estimate:
         """Of a rank."""
@@ -127,6 +136,8 @@ class Planner:
     def outer(self, step_seconds: float = 1.0) -> OuterBytes:
         """Of the exchange: on the host of rank 0, or on every rank where the islands are one job."""
         setting, grid = self.setting(step_seconds), self.grid
+        if self._at_every_step(setting):
+            return OuterBytes(0, 0, 0, 0, 0, 0)
         layout = make_layout(self.config, self.sizes(setting.fragments))
         pace = Pace(step_seconds, setting.sync_every, setting.fragments, setting.overlap)
         if self.in_job:
@@ -158,6 +169,15 @@ class Planner:
         except ConfigError:
             return False
         return True
+
+    def _at_every_step(self, setting: Setting) -> bool:
+        """Whether gradients are averaged (:func:`diloco.cluster.run_cluster`): there are no rounds and no outer state."""
+        return self.in_job and setting.sync_every == 1
+
+    @property
+    def _gradient_ring(self) -> float:
+        """Bytes of gradients that an island sends at every step of data-parallel training."""
+        return 2 * (self.islands - 1) / self.islands * _GRADIENT_BYTES * self.numel
 
     def _measure(self, codec: str) -> ChunkCosts:
         return measure_costs(self.wire(codec), make_layout(self.config, (CHUNK,)), self.islands)

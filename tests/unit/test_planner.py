@@ -105,6 +105,19 @@ def test_rounds_of_one_job_are_as_fast_as_the_link() -> None:
     assert seconds[0] == pytest.approx(10 * seconds[1]) == pytest.approx(100 * seconds[2])
 
 
+def test_one_job_that_syncs_at_every_step_is_planned_as_data_parallel_training(capsys: pytest.CaptureFixture[str]) -> None:
+    found = job(ranks=2, sync_every=1)
+    setting = found.setting(1.0)
+    traffic = found.traffic(setting)
+    assert found.outer().total == 0  # there is no anchor
+    assert traffic.round_bytes == traffic.bytes_per_step == traffic.data_parallel_bytes
+    told = answer(found, question())
+    [predicted] = told["predictions"]
+    assert predicted["utilization"] == predicted["data_parallel_utilization"] < 1
+    print_page(told, Console(width=120))
+    assert "outer state, a rank  none" in capsys.readouterr().out
+
+
 def test_costs_are_measured_and_means_cost_only_where_they_are_sent_on() -> None:
     found = planner()
     layout = make_layout(found.config, (CHUNK,))
