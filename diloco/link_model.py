@@ -12,7 +12,7 @@ from islands.config_file import ConfigError
 #: Round trips that a round takes beside its bytes, counted in the code and measured: the offer and the proposal each go one way; the
 #: first bytes do, and the last mean or the end of the stream; the votes go there and are acknowledged.
 ROUND_TRIPS = 3.0
-#: What daemons and event loops need for a round's messages: rounds of 57,000 parameters took so much longer than their round trips.
+#: What hivemind's daemons and event loops need for a round's messages: rounds of 57,000 parameters took so much longer than their round trips.
 MESSAGES_SECONDS = 0.02
 #: Bytes that a TCP connection may send before the first is acknowledged, 10 segments of 1448 (RFC 6928); after a pause again.
 FIRST_WINDOW_BYTES = 14480
@@ -24,7 +24,7 @@ GOODPUT = 0.91
 #: TCP (cubic) that begins again after a pause, both ways at once, needs so many round trips to settle, and until then this share
 #: longer than the line would. Fitted to plain sockets over shaped links, 10 to 100 Mbit/s, 50 and 150 ms, 4 and 13 MB.
 SETTLING_ROUND_TRIPS, SETTLING_SHARE = 19.0, 0.42
-#: Bytes a second, each way, that an island's processor encrypts, copies and frames. Streams between two daemons on one machine of two
+#: Bytes a second, each way, that the processor encrypts, copies and frames for hivemind's daemons. Streams between two daemons on one machine of two
 #: cores carried 257 to 336 MB/s over loopback, one way; an island sends and receives at once.
 CPU_BYTES_PER_SECOND = 200e6
 #: Share of an inner step behind which data-parallel training can hide its all-reduce: the backward pass (arXiv 2006.15704).
@@ -46,11 +46,13 @@ class Link:
         bits_per_second: each way.
         rtt: seconds to another island and back.
         connections: TCP connections that carry bulk bytes to each island (``swarm.data_connections``, at least 1).
+        daemons: whether hivemind's carry the bytes, and encrypt them; else they are those of collectives inside one job.
     """
 
     bits_per_second: float
     rtt: float
     connections: int = 1
+    daemons: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Prediction:
 
 
 def line_seconds(link: Link, num_bytes: float) -> float:
-    """For which so many bytes keep the line, or the core that encrypts them, busy each way."""
+    """For which so many bytes keep the line, or the core that encrypts them for daemons, busy each way."""
     return num_bytes / _bytes_per_second(link)
 
 
@@ -147,7 +149,8 @@ def round_seconds(link: Link, load: RoundLoad, idle: float = math.inf) -> float:
     wire = line_seconds(link, size) + slow_start_seconds(link, size, idle) + settling_seconds(link, size, idle)
     applying = load.decode_seconds + load.step_seconds
     beside = max(wire, applying) + min(wire, applying) / load.chunks
-    return load.encode_seconds + MESSAGES_SECONDS + ROUND_TRIPS * link.rtt + beside
+    messages = ROUND_TRIPS * link.rtt + (MESSAGES_SECONDS if link.daemons else 0.0)
+    return load.encode_seconds + messages + beside
 
 
 def predict(link: Link, load: RoundLoad, pace: Pace) -> Prediction:
@@ -160,6 +163,7 @@ def predict(link: Link, load: RoundLoad, pace: Pace) -> Prediction:
 
 def data_parallel(link: Link, islands: int, gradient_bytes: float, inner_step_seconds: float) -> Prediction:
     """Of islands that all-reduce their gradients in a ring at every step, behind the backward pass as far as that lasts."""
+    link = replace(link, daemons=False)
     reducing = (islands - 1) * link.rtt + line_seconds(link, ring_bytes(gradient_bytes, islands))
     stall = max(0.0, reducing - BACKWARD_SHARE * inner_step_seconds)
     return Prediction(reducing, stall, *_shares(inner_step_seconds, stall))
@@ -191,7 +195,7 @@ def parse_time(text: str) -> float:
 
 
 def _bytes_per_second(link: Link) -> float:
-    return min(link.bits_per_second / 8 * GOODPUT, CPU_BYTES_PER_SECOND)
+    return min(link.bits_per_second / 8 * GOODPUT, CPU_BYTES_PER_SECOND if link.daemons else math.inf)
 
 
 def _busy_seconds(link: Link, load: RoundLoad) -> float:

@@ -4,17 +4,17 @@ Nothing is started: the model has shapes and no memory. What a round costs the p
 (:mod:`diloco.planner_costs`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 
 from diloco.codecs import build_wire
 from diloco.config import RunConfig
 from diloco.from_config import make_layout, make_wire
-from diloco.link_model import Link, Pace, Prediction, RoundLoad, data_parallel_bytes, predict
+from diloco.link_model import GRADIENT_BYTES, Link, Pace, Prediction, RoundLoad, data_parallel, data_parallel_bytes, predict
 from diloco.planner_costs import ChunkCosts, measure_costs
 from diloco.planner_state import OuterBytes, host_bytes, shard_bytes
-from diloco.reduction import CHUNK, Wire
+from diloco.reduction import CHUNK, Wire, num_chunks
 from diloco.round_bytes import RoundBytes, all_reduce_bytes, round_bytes
 from islands import plugins
 from islands.config_file import ConfigError, parse_config
@@ -98,13 +98,15 @@ class Planner:
 
     def rounds(self, setting: Setting) -> list[RoundBytes]:
         """Of each fragment."""
+        if self._at_every_step(setting):
+            return [RoundBytes(self._gradient_ring, self._gradient_ring, num_chunks(self.numel))]
         wire = self.wire(setting.codec)
         return [self._round_bytes(wire, numel) for numel in self.sizes(setting.fragments)]
 
     def traffic(self, setting: Setting) -> Traffic:
         """What goes over the link."""
         sent = [each.sent for each in self.rounds(setting)]
-        return Traffic(fmean(sent), sum(sent) / setting.sync_every, data_parallel_bytes(self.numel, self.islands))
+        return Traffic(fmean(sent), sum(sent) / setting.sync_every, self._gradient_ring)
 
     def loads(self, setting: Setting) -> list[RoundLoad]:
         """Of a round of each fragment."""
@@ -112,11 +114,18 @@ class Planner:
 
     def predict(self, setting: Setting, link: Link, step_seconds: float) -> Prediction:
         """Mean over the fragments; the round is the longest."""
+        if self._at_every_step(setting):
+            return self.data_parallel(link, step_seconds)
         pace = Pace(step_seconds, setting.sync_every, setting.fragments, setting.overlap)
+        link = replace(link, daemons=not self.in_job)
         found = [predict(link, load, pace) for load in self.loads(setting)]
         seconds = fmean(each.seconds_per_step for each in found)
         longest, stall = max(each.round_seconds for each in found), fmean(each.stall_seconds for each in found)
         return Prediction(longest, stall, step_seconds / seconds, seconds)
+
+    def data_parallel(self, link: Link, step_seconds: float) -> Prediction:
+        """Of islands that average their gradients at every step instead."""
+        return data_parallel(link, self.islands, GRADIENT_BYTES * self.numel, step_seconds)
 
     def memory(self) -> Estimate:
         """Of a rank."""
@@ -125,6 +134,8 @@ class Planner:
     def outer(self, step_seconds: float = 1.0) -> OuterBytes:
         """Of the exchange: on the host of rank 0, or on every rank where the islands are one job."""
         setting, grid = self.setting(step_seconds), self.grid
+        if self._at_every_step(setting):
+            return OuterBytes(0, 0, 0, 0, 0, 0)
         layout = make_layout(self.config, self.sizes(setting.fragments))
         pace = Pace(step_seconds, setting.sync_every, setting.fragments, setting.overlap)
         if self.in_job:
@@ -156,6 +167,15 @@ class Planner:
         except ConfigError:
             return False
         return True
+
+    def _at_every_step(self, setting: Setting) -> bool:
+        """Whether gradients are averaged (:func:`diloco.cluster.run_cluster`): there are no rounds and no outer state."""
+        return self.in_job and setting.sync_every == 1
+
+    @property
+    def _gradient_ring(self) -> float:
+        """Bytes of gradients that an island sends at every step of data-parallel training."""
+        return data_parallel_bytes(self.numel, self.islands)
 
     def _measure(self, codec: str) -> ChunkCosts:
         return measure_costs(self.wire(codec), make_layout(self.config, (CHUNK,)), self.islands)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diloco.link_model import GRADIENT_BYTES, Link, data_parallel
+from diloco.link_model import Link
 from diloco.planner import Planner
 from diloco.planner_choices import choices
 from islands.strategies.pipeline_plan import num_micro_batches
@@ -66,14 +66,13 @@ def _traffic(planner: Planner, step_seconds: float | None) -> dict[str, float | 
 
 def _prediction(planner: Planner, link: Link, step_seconds: float) -> dict[str, Any]:
     setting = planner.setting(step_seconds)
-    at_every_step = data_parallel(link, planner.islands, GRADIENT_BYTES * planner.numel, step_seconds)
     return {
         "bits_per_second": link.bits_per_second,
         "rtt": link.rtt,
         "inner_step_seconds": step_seconds,
         **asdict(setting),
         **asdict(planner.predict(setting, link, step_seconds)),
-        "data_parallel_utilization": at_every_step.utilization,
+        "data_parallel_utilization": planner.data_parallel(link, step_seconds).utilization,
     }
 
 

@@ -1,7 +1,8 @@
 """Which settings reach a target utilization, with the least to fear for the loss first."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Iterator, Sequence
 
 from diloco.link_model import Link, Prediction
@@ -36,14 +37,13 @@ class Choice:
 
 def choices(planner: Planner, link: Link, step_seconds: float, target: float) -> list[Choice]:
     """Settings that reach ``target`` and that no other one betters in everything, the least harmful first."""
-    found = [
-        choice
-        for codec, fragments, overlap in itertools.product(CODECS, _fragments(planner), OVERLAPS)
-        if (choice := _shortest_period(planner, link, step_seconds, target, codec, fragments, overlap))
-    ]
-    best = _best(found)
-    while wrong := [choice for choice in best if not planner.is_valid(choice.setting)]:
-        found = [choice for choice in found if choice not in wrong]
+    shortest = partial(_shortest_period, planner, link, step_seconds, target)
+    others = [Setting(0, *each) for each in itertools.product(CODECS, _fragments(planner), OVERLAPS)]
+    found = [choice for setting in others if (choice := shortest(setting))]
+    best, is_valid = _best(found), cache(planner.is_valid)
+    while wrong := [choice for choice in best if not is_valid(choice.setting)]:  # only those: to ask takes milliseconds
+        longer = [choice for each in wrong if (choice := shortest(each.setting))]
+        found = [*(choice for choice in found if choice not in wrong), *longer]
         best = _best(found)
     return best
 
@@ -62,12 +62,11 @@ def _fragments(planner: Planner) -> Iterator[int]:
         yield count
 
 
-def _shortest_period(
-    planner: Planner, link: Link, step_seconds: float, target: float, codec: str, fragments: int, overlap: int
-) -> Choice | None:
+def _shortest_period(planner: Planner, link: Link, step_seconds: float, target: float, beyond: Setting) -> Choice | None:
+    """Like ``beyond`` but for a longer period, the shortest that reaches the target."""
     for period in PERIODS:
-        setting = Setting(period, codec, fragments, overlap)
-        if period < max(fragments, overlap):
+        setting = replace(beyond, sync_every=period)
+        if period <= beyond.sync_every or period < max(setting.fragments, setting.overlap):
             continue
         prediction = planner.predict(setting, link, step_seconds)
         if prediction.utilization >= target:

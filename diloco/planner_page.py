@@ -129,7 +129,7 @@ def _memory_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     for place, name in places.items():
         parts = found["memory"][place]
         told = ", ".join(f"{part} {in_words(parts[part])}" for part in _MEMORY_PARTS[place] if parts[part])
-        lines.append((name, f"{in_words(parts['total'])}: {told}"))
+        lines.append((name, f"{in_words(parts['total'])}: {told}" if told else "none"))
     if host := found["memory"]["rank"]["host"]:
         lines.append(("offloaded to host", f"{in_words(host)} of each rank"))
     return lines

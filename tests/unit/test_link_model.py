@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.link_model import (
+    CPU_BYTES_PER_SECOND,
     FIRST_WINDOW_BYTES,
     GOODPUT,
     MESSAGES_SECONDS,
@@ -118,6 +119,15 @@ def test_data_parallel_reduces_at_every_step_behind_the_backward_pass() -> None:
     assert found.round_seconds == pytest.approx(0.8 * 1.5)
     assert found.stall_seconds == pytest.approx(1.0) and found.utilization == pytest.approx(0.3 / 1.3)
     assert data_parallel(LINK, 1, 10e6, 0.3).utilization == 1.0
+
+
+def test_only_daemons_encrypt_and_pass_messages() -> None:
+    rates = (1e9, 10e9, 100e9)
+    reduced = [data_parallel(Link(rate, rtt=0.0), 4, 400e6, 1.0).round_seconds for rate in rates]
+    assert reduced == pytest.approx([600e6 * 8 / rate / GOODPUT for rate in rates])
+    fast = Link(100e9, rtt=0.0)
+    assert round_seconds(fast, LOAD) == pytest.approx(0.1 + 10e6 / CPU_BYTES_PER_SECOND)
+    assert round_seconds(replace(fast, daemons=False), LOAD) == pytest.approx(0.1 - MESSAGES_SECONDS + 80e6 / 100e9 / GOODPUT)
 
 
 def test_numbers_have_units() -> None:

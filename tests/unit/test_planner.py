@@ -47,7 +47,7 @@ def question(**changes: Any) -> Question:
 def test_host_bytes_are_those_of_the_shared_memory_that_the_trainer_makes(outer: dict[str, Any]) -> None:
     found = planner(outer=outer)
     layout = make_layout(found.config, found.sizes(found.config.outer.fragments))
-    really = OuterState(layout)._memory.num_bytes
+    really = sum(memory.num_bytes for memory in OuterState(layout)._memory)
     assert 0 <= really - found.outer().shared_memory < 0.05 * really  # positions, digests and padding of a tiny model
 
 
@@ -90,6 +90,31 @@ def test_islands_of_one_job_hold_and_send_shards() -> None:
 
 
 # Time.
+
+
+def job(islands: int = 4, ranks: int = 1, **outer: Any) -> Planner:
+    """Of islands that are one job."""
+    sections = {"exchange": {"type": "process_group"}, "swarm": {"islands": islands}, "train": {"precision": "fp32"}}
+    plain = {"optimizer": {"lr": 1.0, "momentum": 0.0}, **outer}
+    return Planner(small_config(**sections, outer=plain, parallel={"data_parallel_strategy": "ddp"}), ranks)
+
+
+def test_rounds_of_one_job_are_as_fast_as_the_link() -> None:
+    found = job(sync_every=10)
+    seconds = [found.predict(found.setting(1.0), Link(rate, 0.0), 1.0).round_seconds for rate in (1e9, 10e9, 100e9)]
+    assert seconds[0] == pytest.approx(10 * seconds[1]) == pytest.approx(100 * seconds[2])
+
+
+def test_one_job_that_syncs_at_every_step_is_planned_as_data_parallel_training(capsys: pytest.CaptureFixture[str]) -> None:
+    found = job(ranks=2, sync_every=1)
+    setting = found.setting(1.0)
+    traffic = found.traffic(setting)
+    assert found.outer().total == 0  # there is no anchor
+    assert traffic.round_bytes == traffic.bytes_per_step == traffic.data_parallel_bytes
+    told = answer(found, question(bits_per_second=None))
+    assert all(each["utilization"] == each["data_parallel_utilization"] < 1 for each in told["predictions"])
+    print_page(told, Console(width=120))
+    assert "outer state, a rank  none" in capsys.readouterr().out
 
 
 def test_costs_are_measured_and_means_cost_only_where_they_are_sent_on() -> None:
@@ -143,6 +168,12 @@ def test_what_is_chosen_the_configuration_takes() -> None:
     assert not found.is_valid(Setting(10, "int4", 1, 20))
     for choice in choices(found, SLOW_LINK, 0.1, 0.9):
         RunConfig.model_validate({**found.config.model_dump(), "outer": {**choice.setting.keys}})
+
+
+def test_where_the_shortest_period_is_refused_the_next_one_is_offered() -> None:
+    nesterov = job(optimizer={"lr": 0.7, "momentum": 0.9})
+    best = choices(nesterov, Link(100e9, 0.0), 1.0, 0.9)
+    assert not nesterov.is_valid(Setting(1, "none", 1, 0)) and best[0].setting == Setting(2, "none", 1, 0)
 
 
 # The answer, the page and the command.
