@@ -123,15 +123,17 @@ class Turns:
             seat.greenlet.parent.switch()
 
     def _move_clock(self, seat: _Seat) -> None:
-        """Nobody goes on before what it waited for."""
+        """Nobody goes on before what it waited for, or before its patience is at an end."""
+        if not seat.ready():
+            seat.clock += seat.patience
         self._now = seat.clock = max(seat.clock, self._now)
 
     def _next(self) -> _Seat:
+        """Whose turn it is; changes nothing, so it may be asked again."""
         if able := [seat for seat in self._seats if seat.ready()]:
             return min(able, key=lambda seat: (seat.clock, seat.index))
         first = min(self._seats, key=lambda seat: (seat.clock + seat.patience, seat.index))
         if first.patience == math.inf:
             waiting = ", ".join(str(seat.index) for seat in self._seats)
             raise RuntimeError(f"islands {waiting} wait for each other, and none of them can go on; this is a fault of the simulation")
-        first.clock += first.patience
         return first

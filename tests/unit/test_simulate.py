@@ -212,13 +212,13 @@ def test_what_one_island_raises_ends_all_of_them_with_its_own_traceback(process:
 class Waits:
     """A player who waits for what never comes."""
 
-    def __init__(self, turns: Turns, patience: float | None) -> None:
-        self._turns, self._patience = turns, patience
+    def __init__(self, turns: Turns, patience: float | None, tell: Callable[[float], None] = lambda clock: None) -> None:
+        self._turns, self._patience, self._tell = turns, patience, tell
         self.enter = self.leave = lambda: None
 
     def play(self) -> None:
         self.waited = self._turns.wait_for(lambda: False, self._patience)
-        self.ended = self._turns.clock()
+        self._tell(self._turns.clock())
 
 
 def test_where_nobody_can_go_on_that_is_an_error_and_no_hang() -> None:
@@ -227,11 +227,13 @@ def test_where_nobody_can_go_on_that_is_an_error_and_no_hang() -> None:
         turns.run([Waits(turns, None), Waits(turns, None)])
 
 
-def test_where_nobody_can_go_on_time_passes_until_the_first_gives_up() -> None:
-    turns = Turns()
-    players = [Waits(turns, 10.0), Waits(turns, 7.0)]
+@pytest.mark.parametrize("patiences", [(10.0, 7.0), (7.0, 10.0), (10.0, 15.0, 100.0)])
+def test_where_nobody_can_go_on_time_passes_until_the_first_gives_up(patiences: tuple[float, ...]) -> None:
+    turns, gave_up = Turns(), []
+    players = [Waits(turns, patience, gave_up.append) for patience in patiences]
     turns.run(players)
-    assert [(player.waited, player.ended) for player in players] == [(False, 10.0), (False, 7.0)]
+    assert all(player.waited is False for player in players)
+    assert gave_up == sorted(patiences)  # each when its own patience was at an end, and in that order
 
 
 @pytest.mark.parametrize(
