@@ -126,7 +126,7 @@ def check_tensor_parity(ranks: RankPool, grid: str, micro_batches: int = 1, padd
     check_parity(ranks, world_size, padded, **overrides)
 
 
-@pytest.mark.parametrize("grid", with_slow(TENSOR_GRIDS, slow=("zero3 x tp2 sequence", "zero2 x tp2", "ddp x tp2")))
+@pytest.mark.parametrize("grid", with_slow(TENSOR_GRIDS, slow=("zero3 x tp2 sequence", "zero2 x tp2", "ddp x tp2", "hybrid 2x2 x tp2")))
 def test_every_tensor_grid_equals_one_process(ranks: RankPool, grid: str) -> None:
     check_tensor_parity(ranks, grid, micro_batches=2, padded=grid.startswith("zero1"))
 
@@ -210,7 +210,9 @@ PIPELINES: dict[str, tuple[int, dict[str, Any], int | None]] = {
 }
 
 
-@pytest.mark.parametrize("grid", PIPELINES)
+@pytest.mark.parametrize(
+    "grid", with_slow(PIPELINES, slow=("zero bubble, 3 stages a rank", "4 ranks interleaved", "zero3 zero bubble tied", "zero2"))
+)
 def test_every_pipeline_equals_one_process_with_padding(ranks: RankPool, grid: str) -> None:
     world_size, parallel, tied_layers = PIPELINES[grid]
     model = dict(num_layers=tied_layers, tied_embeddings=True) if tied_layers else {}
@@ -234,7 +236,7 @@ CUT_PIPELINES: dict[str, tuple[int, dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize(
-    "grid", with_slow(CUT_PIPELINES, slow=("tp2", "zero3 x tp2 sequence zero bubble", "ddp x tp2"))
+    "grid", with_slow(CUT_PIPELINES, slow=("tp2", "tp2 sequence", "zero3 x tp2 sequence zero bubble", "ddp x tp2"))
 )
 def test_a_pipeline_of_tensor_parallel_stages(ranks: RankPool, grid: str) -> None:
     world_size, parallel, tied = CUT_PIPELINES[grid]
@@ -243,7 +245,12 @@ def test_a_pipeline_of_tensor_parallel_stages(ranks: RankPool, grid: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "schedule, mode", [("1f1b", "full"), ("interleaved_1f1b", "selective"), ("zero_bubble", "full")]
+    "schedule, mode",
+    [
+        ("1f1b", "full"),
+        pytest.param("interleaved_1f1b", "selective", marks=pytest.mark.slow),
+        pytest.param("zero_bubble", "full", marks=pytest.mark.slow),
+    ],
 )
 def test_recompute_in_a_pipeline(ranks: RankPool, schedule: str, mode: str) -> None:
     train = dict(recompute=mode, micro_batch_size=3)

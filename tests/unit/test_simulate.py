@@ -22,7 +22,7 @@ TOKENS = 8 * 16  # of an inner step
 STREAMING = dict(sync_every=4, fragments=2, overlap=1, merge_alpha=0.5)
 RECIPES = [
     pytest.param(dict(STREAMING, codec=dict(type="int4"), error_feedback=True), id="streaming, int4"),
-    pytest.param(dict(sync_every=2, overlap="eager"), id="eager"),
+    pytest.param(dict(sync_every=2, overlap="eager"), id="eager", marks=pytest.mark.slow),
     pytest.param(dict(sync_every=2), id="blocking", marks=pytest.mark.slow),
     pytest.param(STREAMING, id="streaming", marks=pytest.mark.slow),
     pytest.param(
@@ -110,6 +110,7 @@ def test_rounds_at_every_step_equal_data_parallel_training(process: Process) -> 
     assert losses == pytest.approx(expected["losses"], abs=1e-10)
 
 
+@pytest.mark.slow
 def test_sixty_four_islands_train_one_model(process: Process) -> None:
     sizes = dict(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)
     simulated = Simulated(
@@ -125,6 +126,7 @@ def test_sixty_four_islands_train_one_model(process: Process) -> None:
     assert positions == [[1, 2]] * 64 and len({simulated.of(slot, "step", "loss")[0] for slot in range(64)}) > 60
 
 
+@pytest.mark.slow
 def test_by_steps_all_wait_for_the_slowest_and_the_clock_shows_it(process: Process) -> None:
     script = [dict(island=1, speed=0.5)]
     simulated = Simulated(process, outer=dict(sync_every=2), swarm=dict(islands=2), exchange=dict(script=script))
@@ -152,6 +154,7 @@ def test_by_the_clock_islands_of_unlike_speed_weigh_unlike_and_end_together(proc
     assert agree(simulated, 0, 1)
 
 
+@pytest.mark.slow
 def test_the_same_script_gives_the_same_bits(process: Process) -> None:
     first, second = (Simulated(process, **BY_THE_CLOCK) for _ in range(2))
     assert agree(first, 0, 1) and all(torch.equal(first.parameters[0][name], second.parameters[0][name]) for name in first.parameters[0])
@@ -192,6 +195,7 @@ def test_who_joins_while_a_round_is_on_follows_it_and_is_in_the_next(process: Pr
     assert agree(simulated, 0, 1, 2)
 
 
+@pytest.mark.slow
 def test_who_joins_by_the_clock_is_called(process: Process) -> None:
     script = [dict(island=1, joins=5), dict(island=2, speed=3.0, leaves=18)]
     simulated = Simulated(
