@@ -87,7 +87,7 @@ def _check_ranks_asked_for(config: RunConfig) -> None:
         if size > 1:
             raise ConfigError(
                 f"parallel.{key}_parallel_size={size}: exchange.type=in_memory simulates all {config.swarm.islands} islands "
-                "(swarm.islands) in one process, so each has one rank. Set it to 1, or exchange.type to hivemind, whose islands may have more"
+                "(swarm.islands) in one process, so each has one rank. Set it to 1, or exchange.type to hivemind, where it may have more"
             )
 
 
