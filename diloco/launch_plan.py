@@ -74,6 +74,7 @@ def make_plan(config_file: Path, overrides: Sequence[str], islands: int | None =
         ConfigError: naming what can't work and what to do.
     """
     from diloco.from_config import make_fragments
+    from diloco.simulate import check_simulation
     from islands.fragments import schema_of
     from islands.island import load_corpus, meta_model  # imports torch, which `diloco --help` does not need
     from islands.mesh import check_grid
@@ -85,6 +86,8 @@ def make_plan(config_file: Path, overrides: Sequence[str], islands: int | None =
         raise ConfigError(f"--max-restarts {max_restarts}: give how often an island may be started again, 0 for never")
     gpus = visible_gpus() if config.run.device != "cpu" else ()
     ranks = _ranks_of_an_island(config, len(gpus))
+    if config.exchange.type == "in_memory" and config.swarm.islands > 1:
+        check_simulation(config)
     check_grid(config, ranks)
     make_fragments(config, schema_of(meta_model(config)))
     load_corpus(config)

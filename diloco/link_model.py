@@ -12,7 +12,8 @@ from islands.config_file import ConfigError
 #: Round trips that a round takes beside its bytes, counted in the code and measured: the offer and the proposal each go one way; the
 #: first bytes do, and the last mean or the end of the stream; the votes go there and are acknowledged.
 ROUND_TRIPS = 3.0
-#: What hivemind's daemons and event loops need for a round's messages: rounds of 57,000 parameters took so much longer than their round trips.
+#: What hivemind's daemons and event loops need for a round's messages: rounds of 57,000 parameters took so much longer than their
+#: round trips.
 MESSAGES_SECONDS = 0.02
 #: Bytes that a TCP connection may send before the first is acknowledged, 10 segments of 1448 (RFC 6928); after a pause again.
 FIRST_WINDOW_BYTES = 14480
@@ -24,8 +25,8 @@ GOODPUT = 0.91
 #: TCP (cubic) that begins again after a pause, both ways at once, needs so many round trips to settle, and until then this share
 #: longer than the line would. Fitted to plain sockets over shaped links, 10 to 100 Mbit/s, 50 and 150 ms, 4 and 13 MB.
 SETTLING_ROUND_TRIPS, SETTLING_SHARE = 19.0, 0.42
-#: Bytes a second, each way, that the processor encrypts, copies and frames for hivemind's daemons. Streams between two daemons on one machine of two
-#: cores carried 257 to 336 MB/s over loopback, one way; an island sends and receives at once.
+#: Bytes a second, each way, that the processor encrypts, copies and frames for hivemind's daemons. Streams between two daemons on one
+#: machine of two cores carried 257 to 336 MB/s over loopback, one way; an island sends and receives at once.
 CPU_BYTES_PER_SECOND = 200e6
 #: Share of an inner step behind which data-parallel training can hide its all-reduce: the backward pass (arXiv 2006.15704).
 BACKWARD_SHARE = 2 / 3

@@ -62,20 +62,33 @@ def check_simulation(config: RunConfig, ranks: int = 1) -> None:
     Raises:
         ConfigError: it asks for what a simulation does not do; with what to do instead.
     """
+    _check_ranks_asked_for(config)
     if ranks != 1:
         raise ConfigError(
             f"exchange.type=in_memory simulates all {config.swarm.islands} islands (swarm.islands) in one process, and this is one of "
             f"{ranks} ranks; start it without torchrun, as python -m diloco CONFIG"
         )
     check_grid(config, ranks)
+    resume = config.train.resume
     for key, value, advice in (
         ("checkpoint.every", config.checkpoint.every, "it keeps no checkpoints, and one that was ended is simply run again"),
+        ("train.resume", resume not in ("auto", "never") and resume, "all islands begin afresh; set it to never"),
         ("train.profile", config.train.profile, "it traces nothing; trace one island alone, by python -m islands CONFIG"),
         ("outer.adaptive.target", config.outer.adaptive.target, "it has no link to adapt to; try each codec and period by itself"),
     ):
         if value:
             raise ConfigError(f"{key}={value} does not go with a simulation (exchange.type=in_memory, several islands): {advice}")
     check_script(config.exchange.script, config.swarm.islands, config.train.steps)
+
+
+def _check_ranks_asked_for(config: RunConfig) -> None:
+    sizes = {key: getattr(config.parallel, f"{key}_parallel_size") for key in ("data", "tensor", "pipeline")}
+    for key, size in sizes.items():
+        if size > 1:
+            raise ConfigError(
+                f"parallel.{key}_parallel_size={size}: exchange.type=in_memory simulates all {config.swarm.islands} islands "
+                "(swarm.islands) in one process, so each has one rank. Set it to 1, or exchange.type to hivemind, where it may have more"
+            )
 
 
 def _has_clock(config: RunConfig) -> bool:

@@ -401,6 +401,8 @@ def test_port_in_use_is_refused(tmp_path, fake):
         (("swarm.slot=1",), None, r"swarm.slot=1: 'diloco launch' starts all islands"),
         (("swarm.initial_peers=[/ip4/10.0.0.1/tcp/1/p2p/Qm]",), None, r"swarm.initial_peers=.*Remove it"),
         (("outer.fragments=50", "outer.sync_every=60"), None, r"outer.fragments=50 asks .* the model has \d+ blocks"),
+        (("exchange.type=in_memory", "parallel.data_parallel_size=1", "checkpoint.every=5"), None, r"checkpoint.every=5 does not go with"),
+        (("exchange.type=in_memory", "parallel.data_parallel_size=2"), None, r"parallel.data_parallel_size=2: .* one rank. Set it to 1"),
         (("outer.sync_evry=3",), None, r"outer.sync_evry: unknown key \(did you mean 'sync_every'\?\)"),
     ],
 )

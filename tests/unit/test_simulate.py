@@ -244,6 +244,8 @@ def test_where_nobody_can_go_on_time_passes_until_the_first_gives_up(patiences: 
     "sections, message",
     [
         (dict(checkpoint=dict(every=5)), "checkpoint.every=5 does not go with a simulation .* simply run again"),
+        (dict(train=dict(resume="runs/old")), "train.resume=runs/old does not go with a simulation .* begin afresh; set it to never"),
+        (dict(parallel=dict(data_parallel_size=2)), "parallel.data_parallel_size=2: .* Set it to 1, or exchange.type to hivemind"),
         (dict(train=dict(profile=[1, 2])), r"train.profile=\[1, 2\] does not go with a simulation"),
         (dict(outer=dict(adaptive=dict(target=0.9))), "outer.adaptive.target=0.9 does not go with a simulation"),
         (dict(exchange=dict(script=[dict(island=2)])), "there is no island 2 with swarm.islands=2, whose last one is island 1"),
