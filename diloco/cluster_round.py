@@ -194,7 +194,7 @@ class ClusterRound:
             pseudo_gradient_norm=own**0.5,
             cosine=(mean / (everyone / self._islands)) ** 0.5 if finite and everyone else 0.0,
             encoded_bytes=encoded,
-            position=work.position if finite else 0,
+            position=work.position if finite else work.start,
             step=work.step,
             tokens=state.tokens,
         )
