@@ -47,8 +47,8 @@ def check(config: RunConfig) -> None:
             raise ValueError(f"exchange.type=process_group: {told}")
     for name, section, keys in (
         ("swarm", config.swarm, _OF_OTHERS),
-        ("exchange", config.exchange, ExchangeSection.model_fields),
-        ("outer", outer, ["left_out"]),
+        ("exchange", config.exchange, ("min_islands", "max_weight_ratio")),
+        ("outer", outer, ("left_out",)),
     ):
         for key in keys:
             value, default = getattr(section, key), type(section).model_fields[key].default
