@@ -144,7 +144,12 @@ def test_tied_embeddings_cut_by_vocabulary(ranks: RankPool, grid: str) -> None:
 
 @pytest.mark.parametrize(
     ("grid", "mode"),
-    [("tp2 sequence", "full"), ("tp2 sequence", "selective"), ("zero3 x tp2", "full"), ("ddp x tp2", "selective")],
+    [
+        ("tp2 sequence", "full"),
+        ("tp2 sequence", "selective"),
+        pytest.param("zero3 x tp2", "full", marks=pytest.mark.slow),
+        pytest.param("ddp x tp2", "selective", marks=pytest.mark.slow),
+    ],
 )
 def test_recompute_of_cut_blocks(ranks: RankPool, grid: str, mode: str) -> None:
     check_tensor_parity(ranks, grid, micro_batches=2, train=dict(recompute=mode))

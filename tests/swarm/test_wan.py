@@ -79,6 +79,7 @@ def play(cluster: Cluster, plan: str, timeout: float = 30) -> list[Strike]:
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.slow
 def test_the_bytes_that_are_reported_are_those_on_the_link(pair: Cluster) -> None:
     """Counted between two moments right after a round: 15 % is room for headers, acknowledgements and signs of life."""
 
