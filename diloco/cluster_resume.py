@@ -1,10 +1,6 @@
 """Where islands that share a job go on from: all of them from the same step."""
 
-import json
-from datetime import timedelta
 from typing import Callable
-
-import torch.distributed as dist
 
 from diloco.cluster_facts import ClusterFacts
 from diloco.config import RunConfig
@@ -13,7 +9,7 @@ from islands.config_file import ConfigError
 from islands.data.base import Corpus
 from islands.process import Process, num_restarts
 from islands.resume import Chosen
-from islands.sharing import FirstRankSays
+from islands.sharing import FirstRankSays, tell_each_other
 
 
 def choose_together(
@@ -96,13 +92,9 @@ def _choose(config: RunConfig, corpus: Corpus, slot: int, told: Callable[[str], 
 
 def _tell_others(job: Process, attempt: int, slot: int, islands: int, what: dict[str, object]) -> list[dict[str, object]]:
     """What the first ranks of all islands say, by island."""
-    keys = [f"resume/{attempt}/{island}" for island in range(islands)]
-    job.store.set(keys[slot], json.dumps(what))
     try:
-        job.store.wait(keys, timedelta(seconds=job.timeout))
-    except dist.DistStoreError as error:
-        missing = [str(island) for island, key in enumerate(keys) if not job.store.check([key])]
+        return tell_each_other(job, f"resume/{attempt}", slot, islands, what)
+    except TimeoutError as missing:
         raise RuntimeError(
-            f"islands {', '.join(missing)} did not say within run.timeout={job.timeout:g} s which checkpoint they have; their logs say why"
-        ) from error
-    return [json.loads(job.store.get(key)) for key in keys]
+            f"islands {missing} did not say within run.timeout={job.timeout:g} s which checkpoint they have; their logs say why"
+        ) from missing

@@ -145,13 +145,13 @@ def round_seconds(link: Link, load: RoundLoad, idle: float = math.inf) -> float:
     """From launch to outcome, when all members launch at once, ``idle`` seconds after the bytes of the round before."""
     if load.islands == 1:
         return load.encode_seconds + load.decode_seconds + load.step_seconds
+    size, applying = load.bytes_each_way, load.decode_seconds + load.step_seconds
+    if not link.daemons:
+        return load.encode_seconds + _ring_seconds(link, load.islands, size) + applying
     link = replace(link, connections=min(link.connections, load.chunks))  # a chunk goes over one of them
-    size = load.bytes_each_way
     wire = line_seconds(link, size) + slow_start_seconds(link, size, idle) + settling_seconds(link, size, idle)
-    applying = load.decode_seconds + load.step_seconds
     beside = max(wire, applying) + min(wire, applying) / load.chunks
-    messages = ROUND_TRIPS * link.rtt + (MESSAGES_SECONDS if link.daemons else 0.0)
-    return load.encode_seconds + messages + beside
+    return load.encode_seconds + ROUND_TRIPS * link.rtt + MESSAGES_SECONDS + beside
 
 
 def predict(link: Link, load: RoundLoad, pace: Pace) -> Prediction:
@@ -165,7 +165,7 @@ def predict(link: Link, load: RoundLoad, pace: Pace) -> Prediction:
 def data_parallel(link: Link, islands: int, gradient_bytes: float, inner_step_seconds: float) -> Prediction:
     """Of islands that all-reduce their gradients in a ring at every step, behind the backward pass as far as that lasts."""
     link = replace(link, daemons=False)
-    reducing = (islands - 1) * link.rtt + line_seconds(link, ring_bytes(gradient_bytes, islands))
+    reducing = _ring_seconds(link, islands, ring_bytes(gradient_bytes, islands))
     stall = max(0.0, reducing - BACKWARD_SHARE * inner_step_seconds)
     return Prediction(reducing, stall, *_shares(inner_step_seconds, stall))
 
@@ -193,6 +193,11 @@ def parse_bandwidth(text: str) -> float:
 def parse_time(text: str) -> float:
     """``80ms`` is 0.08 seconds. Raises ConfigError."""
     return _with_unit(text, _TIME, _SECONDS, "time", "us, ms or s, such as 80ms")
+
+
+def _ring_seconds(link: Link, members: int, num_bytes: float) -> float:
+    """Of a ring in which each sends so many bytes in all, on 2 (members - 1) hops."""
+    return (members - 1) * link.rtt + line_seconds(link, num_bytes)
 
 
 def _bytes_per_second(link: Link) -> float:

@@ -129,7 +129,8 @@ class Planner:
 
     def memory(self) -> Estimate:
         """Of a rank."""
-        return estimate(self.config, self.grid)
+        every_step = self.in_job and self.config.outer.sync_every == 1
+        return estimate(self.config, replace(self.grid, replicas=self.islands) if every_step else self.grid)
 
     def outer(self, step_seconds: float = 1.0) -> OuterBytes:
         """Of the exchange: on the host of rank 0, or on every rank where the islands are one job."""

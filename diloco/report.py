@@ -8,14 +8,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Callable
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from diloco.accounting import CAUSES, samples_lost, samples_repeated, samples_trained, seconds_lost, wall_seconds
 from diloco.link_model import data_parallel_bytes
 from diloco.report_figure import draw_report
-from diloco.run_files import Row, write_atomically
+from diloco.run_files import Row, look_up, read_config, write_atomically
 from diloco.run_record import IslandRecord, read_run
 
 Summary = dict[str, Any]
@@ -35,7 +34,7 @@ def summarize(run_dir: Path) -> Summary:
     records = read_run(run_dir)
     parameters = next((record.parameters for record in records if record.parameters), None)
     measured = any(record.rows for record in records)
-    on_links = measured and not _is_simulated(run_dir, records)
+    on_links = measured and not is_simulated(read_config(run_dir), len(records))
     return {
         "tokens": sum(row.get("tokens", 0) for record in records for row in record.steps),
         "final_loss": _mean_where_furthest(records, lambda record: record.steps),
@@ -74,11 +73,10 @@ def write_report(run_dir: str | Path) -> Summary:
     return summary
 
 
-def _is_simulated(run_dir: Path, records: list[IslandRecord]) -> bool:
-    """Whether all islands were one process, which sent nothing, and where one that waits lets others compute."""
-    resolved = run_dir / "config.resolved.yaml"
-    config = yaml.safe_load(resolved.read_text()) if resolved.exists() else None
-    return len(records) > 1 and isinstance(config, dict) and (config.get("exchange") or {}).get("type") == "in_memory"
+def is_simulated(raw: dict[str, Any], islands: int) -> bool:
+    """Whether so many islands with the resolved configuration ``raw`` were one process, which sent nothing, and where one that waits lets
+    others compute."""
+    return islands > 1 and look_up(raw, "exchange.type") == "in_memory"
 
 
 def _checkpoints(records: list[IslandRecord]) -> dict[str, Any]:

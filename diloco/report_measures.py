@@ -7,13 +7,11 @@ from pathlib import Path
 from statistics import fmean, mean, median
 from typing import Any, Iterable
 
-import yaml
-
 from diloco.link_model import data_parallel_bytes
-from diloco.report import Summary, summarize
+from diloco.report import Summary, is_simulated, summarize
 from diloco.report_drift import Drift, drift_of_rounds
 from diloco.report_traffic import decode_seconds, traffic_of, wire_of
-from diloco.run_files import Row
+from diloco.run_files import Row, look_up, read_config
 from diloco.run_record import IslandRecord, read_run
 
 ISLANDS, DATA_PARALLEL = "islands", "data-parallel"
@@ -27,6 +25,7 @@ COMMON_KEYS = {
     "outer.fragments": "fragments",
     "outer.overlap": "overlap",
     "outer.optimizer.lr": "outer_lr",
+    "exchange.type": "exchange",
     "run.seed": "seed",
     "train.global_batch_size": "global_batch_size",
     "data.seq_len": "seq_len",
@@ -64,19 +63,6 @@ class Measured:
     row: Measures
     curves: Curves
     raw: dict[str, Any] = field(default_factory=dict)
-
-
-def read_config(run_dir: Path) -> dict[str, Any]:
-    """The resolved configuration that lies in a run's folder, as it is; empty where there is none."""
-    path = run_dir / "config.resolved.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def look_up(raw: dict[str, Any], key: str) -> Any:
-    """The value of ``a.b`` in nested dicts; None if there is none."""
-    for part in key.split("."):
-        raw = raw.get(part) if isinstance(raw, dict) else None
-    return raw
 
 
 def measure(run_dir: Path, name: str, workers: int | None = None) -> Measured:
@@ -117,7 +103,7 @@ def _of_summary(summary: Summary) -> Measures:
 def _of_rounds(records: list[IslandRecord], raw: dict[str, Any], islands: int) -> Measures:
     rounds, wire = [row for record in records for row in record.rounds], wire_of(raw)
     traffic = [traffic_of(row, wire, islands) for row in rounds] if wire else []
-    simulated = look_up(raw, "exchange.type") == "in_memory" and islands > 1
+    simulated = is_simulated(raw, islands)
     if simulated and wire:
         rounds = [row | {"decode_seconds": decode_seconds(row, wire, islands)} for row in rounds]
     sent = sum(each.sent for each in traffic) or sum(record.bytes_sent for record in records)  # replicas of one island have no rounds

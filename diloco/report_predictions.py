@@ -1,6 +1,7 @@
 """What a measured run would do on links of other speeds: the columns ``predicted_...`` and the curves over bandwidth."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from diloco.link_model import GRADIENT_BYTES, Link, Pace, Prediction, RoundLoad, data_parallel, predict
 from diloco.report_measures import DATA_PARALLEL, Measures
@@ -47,6 +48,7 @@ def prediction(row: Measures, link: Link) -> Prediction | None:
         chunks=num_chunks(-(-row["parameters"] // row["fragments"])),
         copy_seconds=seconds["copy_seconds"],
     )
+    link = replace(link, daemons=row["exchange"] != "process_group")
     overlap = row["overlap"] if isinstance(row["overlap"], int) else row["sync_every"]  # eager: until the next round
     return predict(link, load, Pace(seconds["step_seconds"], row["sync_every"], row["fragments"], overlap))
 

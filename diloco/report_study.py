@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.link_model import data_parallel_bytes
-from diloco.report_measures import DATA_PARALLEL, FINISHED, ISLANDS, Curves, Measured, Measures, look_up
+from diloco.report_measures import DATA_PARALLEL, FINISHED, ISLANDS, Curves, Measured, Measures
 from diloco.report_predictions import add_predictions
-from diloco.run_files import write_atomically
+from diloco.run_files import look_up, write_atomically
 from diloco.sweep_cells import SEED, label
 
 CLOSE_PERCENT = 2.0  # of loss, as seeds make in small studies: a setting this close to the best is as good, and may be much cheaper

@@ -8,12 +8,27 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
+
 from islands.config_file import ConfigError
 
 Row = dict[str, Any]
 
 #: Any of these, or a folder of an island, makes a folder that of a run.
 _OF_A_RUN = ("config.resolved.yaml", "checkpoints")
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """The resolved configuration that lies in a run's folder, as it is; empty where there is none."""
+    path = run_dir / "config.resolved.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def look_up(raw: dict[str, Any], key: str) -> Any:
+    """The value of ``a.b`` in nested dicts; None if there is none."""
+    for part in key.split("."):
+        raw = raw.get(part) if isinstance(raw, dict) else None
+    return raw
 
 
 def island_dir(run_dir: Path, island: int) -> Path:

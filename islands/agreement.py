@@ -3,13 +3,10 @@
 They meet in the store, which needs no collective and waits for a bounded time.
 """
 
-import json
 from collections import Counter
-from datetime import timedelta
 from typing import Any, Collection, Iterator
 
 import torch
-import torch.distributed as dist
 
 from islands.config import IslandConfig
 from islands.config_file import ConfigError
@@ -18,6 +15,7 @@ from islands.huggingface import open_weights
 from islands.island import meta_model
 from islands.mesh import check_grid
 from islands.process import Process
+from islands.sharing import tell_each_other
 
 #: Paths may be others on each machine; all other keys decide what is computed and when ranks wait for each other.
 MAY_DIFFER = ("run.dir", "data.paths", "model.init_from")
@@ -62,17 +60,12 @@ def _flat(values: dict[str, Any], skipped: Collection[str], prefix: str = "") ->
 
 def _exchange(process: Process, facts: dict[str, str]) -> list[dict[str, str]]:
     """What every rank said, by rank."""
-    keys = [f"agreement/{rank}" for rank in range(process.world_size)]
-    process.store.set(keys[process.rank], json.dumps(facts))
     try:
-        process.store.wait(keys, timedelta(seconds=process.timeout))
-    except dist.DistStoreError as error:
-        missing = [str(rank) for rank, key in enumerate(keys) if not process.store.check([key])]
+        return tell_each_other(process, "agreement", process.rank, process.world_size, facts)
+    except TimeoutError as missing:
         raise RuntimeError(
-            f"rank {', '.join(missing)} of {process.world_size} did not come within run.timeout={process.timeout:g} "
-            "seconds; its own log says why"
-        ) from error
-    return [json.loads(process.store.get(key)) for key in keys]
+            f"rank {missing} of {process.world_size} did not come within run.timeout={process.timeout:g} seconds; its own log says why"
+        ) from missing
 
 
 def _differences(said: list[dict[str, str]]) -> Iterator[str]:

@@ -128,7 +128,7 @@ def _sharded(
     shard_gradients = shard if strategy == "zero3" or (strategy == "zero2" and accumulates) else 0
     optimizer = round(shard * _optimizer_ratio(config))
     ahead = units.block * compute if strategy == "zero3" else 0
-    reduced = max(units.block, units.outside) * master + (shard if grid.replicate > 1 else 0)
+    reduced = max(units.block, units.outside) * master + (shard if grid.copies > 1 else 0)
     offload = config.parallel.cpu_offload
     return Estimate(
         parameters=gathered + (0 if offload else shard),

@@ -18,7 +18,10 @@ _SECONDS_BETWEEN_STEP_LINES = 5.0
 class Metrics:
     """Writes rows of one island; on ranks other than the first it does nothing.
 
-    Every row carries ``kind``, ``island`` and ``time`` (Unix seconds); a number that is not finite is null there. See "Command line and files" in the documentation for each kind's keys.
+    Every row carries ``kind``, ``island`` and ``time`` (Unix seconds); a number that is not finite is null there.
+
+    Args:
+        console: also print lines.
     """
 
     def __init__(self, folder: Path, island: int, enabled: bool, tensorboard: bool = False, console: bool = True) -> None:

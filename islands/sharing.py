@@ -1,5 +1,6 @@
-"""What rank 0 learns from outside, told to the other ranks of its island."""
+"""What ranks tell each other through the store, which needs no collective and waits for a bounded time."""
 
+import json
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,22 @@ from islands.process import Process
 
 #: A rank may be this many values behind rank 0. Ranks meet at every inner step, and far fewer are told between two.
 _KEPT = 1000
+
+
+def tell_each_other(process: Process, topic: str, place: int, places: int, value: Any) -> list[Any]:
+    """What each of so many ranks says about ``topic``, by place; ``value``, which JSON holds, is what this one does.
+
+    Raises:
+        TimeoutError: not all did within ``process.timeout`` seconds; it holds the places of those that are missing.
+    """
+    keys = [f"{topic}/{each}" for each in range(places)]
+    process.store.set(keys[place], json.dumps(value))
+    try:
+        process.store.wait(keys, timedelta(seconds=process.timeout))
+    except dist.DistStoreError as error:
+        missing = [each for each, key in enumerate(keys) if not process.store.check([key])]
+        raise TimeoutError(", ".join(map(str, missing))) from error
+    return [json.loads(process.store.get(key)) for key in keys]
 
 
 class FirstRankSays:

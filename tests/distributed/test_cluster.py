@@ -1,13 +1,14 @@
 """Replicas of one job: gradients averaged at every step, or islands that average what they moved by, equal what defines them."""
 
 from dataclasses import replace
-from typing import Any, Collection, Iterable
+from typing import Any
 
 import pytest
 import torch
 from outer_loop import Recorded, islands_as_threads
 from rank_pool import RankPool
 from small import plain_training, small_config, small_corpus, whole_parameters
+from test_parity import TOLERANCE, largest_difference, with_slow
 
 from diloco.config import RunConfig
 from diloco.cluster import check_cluster, cluster_round
@@ -18,8 +19,6 @@ from islands.process import Process, one_of
 from islands.progress import Progress
 from islands.train_loop import train
 
-#: fp64 rounding; see test_parity.
-TOLERANCE = 1e-10
 PLAIN = dict(type="sgd", lr=1.0, momentum=0.0)
 
 
@@ -42,11 +41,6 @@ def in_one_job(process: Process, islands: int, overrides: dict[str, Any]) -> dic
         progress = hooks[0].start(Progress(slot=slot))
     train(island, island.batches(islands), metrics, hooks, progress)
     return dict(rows=metrics.rows, parameters=whole_parameters(island), slot=slot)
-
-
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 def of(result: dict[str, Any], kind: str, key: str) -> list[Any]:
@@ -73,12 +67,7 @@ EVERY_STEP: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-def with_slow(names: Iterable[str], fast: Collection[str]) -> list[Any]:
-    """Parameters of a test: all but those in ``fast`` cost seconds and differ little from them."""
-    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in names]
-
-
-@pytest.mark.parametrize("grid", with_slow(EVERY_STEP, fast=("zero3", "zero2 x tp2")))
+@pytest.mark.parametrize("grid", with_slow(EVERY_STEP, slow=EVERY_STEP.keys() - {"zero3", "zero2 x tp2"}))
 def test_every_step_is_hybrid_shard_and_equals_one_process(ranks: RankPool, grid: str) -> None:
     world_size, islands, parallel = EVERY_STEP[grid]
     model = dict(pad_vocab_to_multiple_of=2) if "tensor_parallel_size" in parallel else {}
@@ -115,7 +104,10 @@ EVERY_K: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", with_slow(EVERY_K, fast=("one island", "zero2, fragments, overlap, alpha", "zero3 x tp2, adam")))
+_FAST = {"one island", "zero2, fragments, overlap, alpha", "zero3 x tp2, adam"}
+
+
+@pytest.mark.parametrize("recipe", with_slow(EVERY_K, slow=EVERY_K.keys() - _FAST))
 def test_every_k_steps_equals_the_exchange_in_memory(ranks: RankPool, recipe: str) -> None:
     world_size, islands, parallel, outer = EVERY_K[recipe]
     outer = dict(sync_every=2) | outer

@@ -43,8 +43,8 @@ class StopAfter:
 def stretch(process: Process, folder: str, stop_after: int, sections: dict[str, Any]) -> bool | str:
     """Train from what is in ``folder``; whether it came to the end, or why it was refused."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"  # a person started it, not torchrun again
-    train_section = dict(steps=STEPS, micro_batch_size=2) | sections.pop("train", {})
-    config = in_one_job_config(2, dict(run=dict(dir=folder), outer=OUTER, train=train_section, **sections))
+    steps = dict(steps=STEPS, micro_batch_size=2)
+    config = in_one_job_config(2, dict(dict(run=dict(dir=folder), outer=OUTER, train=steps), **sections))
     try:
         return train_islands(config, check_cluster(config, process.world_size), small_corpus(), process, StopAfter(stop_after))
     except ConfigError as error:
@@ -91,10 +91,27 @@ def test_all_islands_go_on_from_the_newest_step_that_all_have(ranks: RankPool, t
     steps = [row[0] for row in rows_in(parts, *LOSSES)[0]]
     assert steps == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9, 10, 11]
     assert rows_in(parts, *LOSSES)[1][6:] == rows_in(whole, *LOSSES)[1][4:]
+    assert [path.parent.name for path in (parts / "checkpoints").glob("*/island-0.aside-1")] == ["step-00000006"]  # of the other timeline
+    other = tmp_path / "other"
+    assert ranks.run(stretch, 2, str(other), 0, dict(every, optimizer=dict(lr=1e-3, warmup_steps=2))) == [True] * 2
+    ours, theirs = (folder / "checkpoints/step-00000011/island-1" for folder in (parts, other))
+    shutil.rmtree(ours)
+    shutil.copytree(theirs, ours)
+    refused = ranks.run(stretch, 2, str(parts), 0, dict(every))
+    assert refused[0] == refused[1] and "the anchors of islands 1 are not that of island 0" in refused[0]
     for folder in (parts / "checkpoints").glob("*/island-1"):
         shutil.rmtree(folder)
     refused = ranks.run(stretch, 2, str(parts), 0, dict(every))
     assert refused[0] == refused[1] and "islands 0 have checkpoints and islands 1 have none" in refused[0]
+
+
+def test_a_round_in_flight_lands_though_another_period_launches_before(ranks: RankPool, tmp_path: Path) -> None:
+    before, after = (dict(outer=dict(OUTER, overlap=3, sync_every=k)) for k in (4, 6))
+    assert ranks.run(stretch, 2, str(tmp_path), 5, before) == [False] * 2  # fragment 0 was launched at 4, to land at 7
+    assert ranks.run(stretch, 2, str(tmp_path), 0, after) == [True] * 2
+    rounds = rows_in(tmp_path, "round", "fragment", "step", "landed", "round")
+    of_fragment_0 = [row[1:] for row in rounds[0] if row[0] == 0]
+    assert of_fragment_0 == [(4, 6, 1), (6, 9, 2), (11, 11, 3)] and rounds[0] == rounds[1]
 
 
 class Spoil:
