@@ -67,7 +67,7 @@ EVERY_STEP: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("grid", with_slow(EVERY_STEP, slow=EVERY_STEP.keys() - {"zero3", "zero2 x tp2"}))
+@pytest.mark.parametrize("grid", with_slow(EVERY_STEP, slow=EVERY_STEP.keys() - {"zero3"}))
 def test_every_step_is_hybrid_shard_and_equals_one_process(ranks: RankPool, grid: str) -> None:
     world_size, islands, parallel = EVERY_STEP[grid]
     model = dict(pad_vocab_to_multiple_of=2) if "tensor_parallel_size" in parallel else {}

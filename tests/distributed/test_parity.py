@@ -216,7 +216,11 @@ PIPELINES: dict[str, tuple[int, dict[str, Any], int | None]] = {
 
 
 @pytest.mark.parametrize(
-    "grid", with_slow(PIPELINES, slow=("zero bubble, 3 stages a rank", "4 ranks interleaved", "zero3 zero bubble tied", "zero2"))
+    "grid",
+    with_slow(
+        PIPELINES,
+        slow=("zero bubble, 3 stages a rank", "4 ranks interleaved", "zero3 zero bubble tied", "zero2", "zero1 interleaved tied", "hybrid 2x2"),
+    ),
 )
 def test_every_pipeline_equals_one_process_with_padding(ranks: RankPool, grid: str) -> None:
     world_size, parallel, tied_layers = PIPELINES[grid]

@@ -128,6 +128,7 @@ def reference(ranks: RankPool, folder: Path) -> tuple[Losses, dict[tuple[int, in
     return ranks.run(uninterrupted, 1, str(path), STREAMING)[0]
 
 
+@pytest.mark.slow  # tests/distributed/test_outer_resume_ranks.py has it without hivemind, test_rejoin.py one island of several
 def test_a_swarm_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, ranks: RankPool) -> None:
     """While a checkpoint is being written; the one before, from which it goes on, has rounds in flight."""
     with Swarm(tmp_path, 2, STREAMING, steps=STEPS, step_seconds=0.1) as swarm:
