@@ -27,11 +27,13 @@ class Pipe:
 
     def __init__(self, out: asyncio.Queue, into: asyncio.Queue, pace: random.Random) -> None:
         self._out, self._into, self._pace, self.traffic = out, into, pace, Traffic(received=7)
+        self.sent: list[int] = []
 
     async def send_chunk(self, number: int, values: Tensor) -> None:
         """As a stream does."""
         await asyncio.sleep(self._pace.random() / 1000)
         self._out.put_nowait((number, values.clone()))
+        self.sent.append(number)
 
     async def send_end(self) -> None:
         """As a stream does."""
@@ -86,6 +88,7 @@ class Run:
     members: list[ScatterReduce]
     means: list[Tensor]
     used: list[int] = field(default_factory=list)
+    pipes: list[Pipe] = field(default_factory=list)  # the ends that opened them
 
 
 def run_members(wire: Wire, values: list[Tensor], weights: list[float], lanes: int, seed: int) -> Run:
@@ -102,7 +105,8 @@ def run_members(wire: Wire, values: list[Tensor], weights: list[float], lanes: i
                 served = result.members[position].serve(own, lane, of, Pipe(back, there, pace))
                 serving.append(asyncio.ensure_future(served))
                 result.used.append(of)
-                return Pipe(there, back, pace)
+                result.pipes.append(Pipe(there, back, pace))
+                return result.pipes[-1]
 
             return open_stream
 
@@ -154,6 +158,7 @@ def test_lanes_change_no_bit(members: int, numel: int, wire: Wire, lanes: int) -
         assert torch.equal(mean, expected)
     most = num_chunks(numel) if sends_whole(wire, members) else -(-num_chunks(numel) // members)
     assert run.used and max(run.used) <= min(lanes, most), "no lane without a chunk"
+    assert all(pipe.sent for pipe in run.pipes), "a lane that is open early takes not the first chunk of another"
 
 
 @pytest.mark.parametrize(("works", "members"), [("reduce", 2), ("apply", 2), ("apply", 3)])

@@ -311,7 +311,7 @@ class Settled(_Message):
 class ContributionHeader(_Message):
     """Opens a stream that carries encoded chunks one way and their encoded means the other.
 
-    It is number ``lane`` of ``lanes`` that share the chunks: it carries those whose place is ``lane`` modulo ``lanes``.
+    It is number ``lane`` of ``lanes`` that share the chunks.
     """
 
     kind: Literal["contribution"] = "contribution"

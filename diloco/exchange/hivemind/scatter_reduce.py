@@ -3,8 +3,8 @@
 Whole: every member sends its contribution to every other, and each reduces all of it. By shares: each reduces a share of
 the chunks and sends the encoded mean on; that is encoded once, and everyone (the reducer too) applies what it decodes to.
 
-Between two members chunks go over several streams side by side, its lanes: each takes the next chunk when it has room, so
-that a slow one holds up no other. That changes when bytes come, and nothing else: a chunk is reduced when all have come, in
+Between two members chunks go over several streams side by side, its lanes. Each begins with a chunk of its own, as few chunks would else
+go over the one that is open first; then it takes the next when it has room, so that a slow one holds up no other. That changes when bytes come, and nothing else: a chunk is reduced when all have come, in
 the order of the members, and applied at once, while others are on the wire.
 
 Nothing in here limits time. A member that sends no more, or little by little, is ended with the attempt: by its silence
@@ -113,7 +113,7 @@ class ScatterReduce:
             served.end()
 
         async def give() -> None:
-            for chunk in served.to_give:
+            for chunk in served.to_give(lane):
                 await stream.send_chunk(chunk, await asyncio.shield(self._reduced[chunk]))
             await stream.send_end()
 
@@ -131,7 +131,7 @@ class ScatterReduce:
         stream = await self._open_stream(position, lane, lanes)
 
         async def give() -> None:
-            for chunk in shared.to_give:
+            for chunk in shared.to_give(lane):
                 await stream.send_chunk(chunk, self._encoded[chunk])
             await stream.send_end()
 
@@ -209,14 +209,10 @@ def _finite(chunk: int, mean: Tensor) -> Tensor:
 
 
 class _Lanes:
-    """What the lanes between this member and another share.
-
-    Attributes:
-        to_give: chunks that are to be sent, in order; a lane takes the next when it has room.
-    """
+    """What the lanes between this member and another share."""
 
     def __init__(self, chunks: range, lanes: int) -> None:
-        self.to_give: Iterator[int] = iter(chunks)
+        self._firsts, self._others = chunks[:lanes], iter(chunks[lanes:])
         self._missing, self._lanes, self._begun, self._ended = set(chunks), lanes, set[int](), 0
 
     def begin(self, lane: int, lanes: int) -> None:
@@ -224,6 +220,11 @@ class _Lanes:
         if lane >= lanes or lanes != self._lanes or lane in self._begun:
             raise ValueError(f"stream {lane} of {lanes}, where {sorted(self._begun)} of {self._lanes} came before")
         self._begun.add(lane)
+
+    def to_give(self, lane: int) -> Iterator[int]:
+        """Chunks that a lane is to send: its own, and then whichever is next when it asks."""
+        yield from self._firsts[lane : lane + 1]
+        yield from self._others
 
     def awaited(self, chunk: int, max_bytes: Callable[[int], int]) -> int:
         """The most bytes that a chunk may have. Raises BadMessage where it is not to come."""
