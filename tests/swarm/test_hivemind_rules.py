@@ -471,6 +471,35 @@ class TestDoor:
         assert door.answer("x", self.hello()) == messages.Elsewhere(addresses=("there",))
 
 
+class TestMembership:
+    """What members tell each other."""
+
+    def test_what_changes_is_told_before_the_last_message_is_answered(self) -> None:
+        """The launch of a round comes right after the landing of another, and must not wait a round trip for it."""
+
+        class Silent(TestRound.Network):
+            async def call(self, peer: str, request: messages.Request, timeout: float) -> messages.Reply:
+                self.asked += 1
+                return await asyncio.get_running_loop().create_future()
+
+        async def asked() -> list[int]:
+            network = Silent(None)
+            membership = Membership(network, Roster.first([entry(0), entry(1)]), entry(0).ticket, 10.0, print)
+            membership.make_status = lambda sequence, incarnation: TestRound().status(0)
+            running, counts = asyncio.ensure_future(membership.run()), []
+            for _ in range(3):
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                counts.append(network.asked)
+                membership.publish()
+            running.cancel()
+            await asyncio.wait({running})
+            assert len(asyncio.all_tasks()) == 1, "nobody asks any more"
+            return counts
+
+        assert asyncio.run(asked()) == [1, 2, 2], "two at once, and no more"
+
+
 class TestVotes:
     """What is taken for a vote."""
 

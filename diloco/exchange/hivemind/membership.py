@@ -293,7 +293,7 @@ class Membership:
     async def _keep_informed(self, member: Member) -> None:
         while True:
             member.news.clear()
-            if member.left or not await self.exchange_status(member):
+            if member.left or not await self._inform(member):
                 await asyncio.sleep(_TELL_AGAIN_SECONDS if member.alive else self.interval)
                 continue
             member.acquainted.set()
@@ -302,6 +302,23 @@ class Membership:
                     await member.news.wait()
             except TimeoutError:
                 pass
+
+    async def _inform(self, member: Member) -> bool:
+        """Exchange statuses; and once more beside that, where something changes before the answer is there.
+
+        A round that is launched right after the landing of another must not wait a round trip for the answer to that.
+        """
+        news = asyncio.ensure_future(member.news.wait())
+        first = asyncio.ensure_future(self.exchange_status(member))
+        try:
+            await asyncio.wait({first, news}, return_when=asyncio.FIRST_COMPLETED)
+            if first.done():
+                return first.result()
+            member.news.clear()
+            return all([await self.exchange_status(member), await first])
+        finally:
+            news.cancel()
+            first.cancel()
 
     async def _watch(self) -> None:
         tick = min(self.interval / 2, 1.0)
