@@ -11,7 +11,7 @@ from islands.config_file import ConfigError
 
 #: Round trips that a round takes beside its bytes, counted in the code and measured: the offer and the proposal each go one way; the
 #: first bytes do, and the last mean or the end of the stream; the votes go there and are acknowledged.
-ROUND_TRIPS = 3.0
+ROUND_TRIPS = 2.0
 #: What hivemind's daemons and event loops need for a round's messages: rounds of 57,000 parameters took so much longer than their
 #: round trips.
 MESSAGES_SECONDS = 0.02

@@ -161,6 +161,39 @@ def test_lanes_change_no_bit(members: int, numel: int, wire: Wire, lanes: int) -
     assert all(pipe.sent for pipe in run.pipes), "a lane that is open early takes not the first chunk of another"
 
 
+def test_all_is_there_before_the_others_have_it() -> None:
+    """So that a member may vote while its own bytes are on the wire."""
+    numel = 2 * CHUNK + 1
+    values = random_values(2, numel)
+    ours, theirs = ([WHOLE.contribution.encode(mine[piece]) for piece in pieces(numel)] for mine in values)
+    applied: dict[int, Tensor] = {}
+
+    class Slow(Pipe):
+        async def wait_for_end(self) -> None:
+            await asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        pipes = [Slow(asyncio.Queue(), asyncio.Queue(), random.Random(0)) for _ in range(2)]
+
+        async def open_stream(position: int, lane: int, of: int) -> Pipe:
+            return pipes[0]
+
+        member = ScatterReduce(WHOLE, ours, numel, torch.float32, [1.0, 3.0], 0, Traffic(), lambda at: 1, open_stream)
+        works = [asyncio.ensure_future(work) for work in (member.run(applied.__setitem__), member.serve(1, 0, 1, pipes[1]))]
+        for came in [*enumerate(theirs), None]:
+            assert not member.complete.is_set()
+            pipes[1]._into.put_nowait(came)
+        await member.complete.wait()
+        assert not works[0].done(), "the other one has not said that all came"
+        for work in works:
+            work.cancel()
+        await asyncio.wait(works)
+
+    asyncio.run(run())
+    mean = torch.cat([applied[chunk] for chunk in range(num_chunks(numel))])
+    assert torch.equal(mean, plain_mean(WHOLE, values, [1.0, 3.0]))
+
+
 @pytest.mark.parametrize(("works", "members"), [("reduce", 2), ("apply", 2), ("apply", 3)])
 def test_no_thread_goes_on_after_the_end(works: str, members: int) -> None:
     """An attempt that failed writes nothing into what the next one stages."""

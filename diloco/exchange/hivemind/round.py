@@ -14,11 +14,12 @@ from diloco.exchange.hivemind.contribution import Contribution
 from diloco.exchange.hivemind.ending import Ending
 from diloco.exchange.hivemind.messages import Ack, Ballot, ContributionHeader, LeftOut, Offer, Proposal, Tip
 from diloco.exchange.hivemind.overtaken import Overtaken
-from diloco.exchange.hivemind.scatter_reduce import NotFinite, ScatterReduce
+from diloco.exchange.hivemind.scatter_reduce import NotFinite, ScatterReduce, all_or_none
 from diloco.exchange.hivemind.standing import Standing
 from diloco.exchange.hivemind.stream import Stream
 from diloco.exchange.hivemind.surroundings import LastRound, Surroundings, in_words
 from diloco.outer_state import FragmentState
+from diloco.staging import Staging
 
 _PAUSE_SECONDS = 0.2  # between two attempts
 _LOOK_AGAIN_SECONDS = 1.0
@@ -254,14 +255,22 @@ class Round:
         transfer = attempt.transfer
         try:
             staging = self._state.begin_staging(offers.counted(attempt.proposal.claims))
-            await attempt.unless_failed(transfer.run(partial(self._contribution.apply, staging)))
-            digest = bytes.fromhex(staging.seal())
-            mean_square, evidence = transfer.evidence()
-            ballot = Ballot(slot=attempt.slot, digest=digest, mean_square=mean_square, evidence=evidence)
-            await attempt.unless_failed(voting.cast_vote(self._around, attempt, ballot))
+            await attempt.unless_failed(self._side_by_side(attempt, transfer, staging))
         finally:
             overdue.cancel()
             self._ending.decode_seconds += transfer.decode_seconds
+
+    async def _side_by_side(self, attempt: Attempt, transfer: ScatterReduce, staging: Staging) -> None:
+        apply = partial(self._contribution.apply, staging)
+        await all_or_none([transfer.run(apply), self._vote(attempt, transfer, staging)])
+
+    async def _vote(self, attempt: Attempt, transfer: ScatterReduce, staging: Staging) -> None:
+        """As soon as all means are there: who misses bytes of this member does not vote yet, so this one need not wait for it."""
+        await transfer.complete.wait()
+        digest = bytes.fromhex(staging.seal())
+        mean_square, evidence = transfer.evidence()
+        ballot = Ballot(slot=attempt.slot, digest=digest, mean_square=mean_square, evidence=evidence)
+        await voting.cast_vote(self._around, attempt, ballot)
 
     # -- how it ends ---------------------------------------------------------------------------------------------------
 

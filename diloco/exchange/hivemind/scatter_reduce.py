@@ -43,6 +43,7 @@ class ScatterReduce:
         open_stream: a stream to the member at a position, number so much of so many lanes.
 
     Attributes:
+        complete: set when all means are applied here. Others may miss some of this member's chunks then, and vote later.
         decode_seconds: of computing, from what came to the mean, without applying that.
     """
 
@@ -70,6 +71,7 @@ class ScatterReduce:
         self._served: dict[int, _Lanes] = {}  # by position
         loop = asyncio.get_running_loop()
         self._reduced: dict[int, asyncio.Future[Tensor]] = {chunk: loop.create_future() for chunk in self._own}
+        self.complete, self._to_apply = asyncio.Event(), num_chunks(numel)
         self.decode_seconds = 0.0
 
     async def run(self, apply: Apply) -> None:
@@ -138,7 +140,7 @@ class ScatterReduce:
         async def take() -> None:
             while (came := await stream.receive_chunk(lambda chunk: shared.awaited(chunk, self._mean_bytes))) is not None:
                 shared.came(came[0])
-                self.decode_seconds += await in_thread(self._apply, dict([came]), apply)
+                await self._take_mean(dict([came]), apply)
             shared.end()
 
         try:
@@ -157,8 +159,14 @@ class ScatterReduce:
             self.decode_seconds += seconds
             for chunk, mean in means.items():
                 self._reduced[chunk].set_result(mean)
-            self.decode_seconds += await in_thread(self._apply, means, apply)  # the others have them on the wire already
+            await self._take_mean(means, apply)  # the others have them on the wire already
             left -= len(ready)
+
+    async def _take_mean(self, means: dict[int, Tensor], apply: Apply) -> None:
+        self.decode_seconds += await in_thread(self._apply, means, apply)
+        self._to_apply -= len(means)
+        if not self._to_apply:
+            self.complete.set()
 
     def _put(self, chunk: int, position: int, encoded: Tensor) -> None:
         places = self._inbox[chunk]
