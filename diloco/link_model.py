@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 
 from islands.config_file import ConfigError
 
-#: Round trips that a round takes beside its bytes, counted in the code and measured: the offer and the proposal each go one way; the
-#: first bytes do, and the last mean or the end of the stream; the votes go there and are acknowledged.
+#: Round trips that a round of two islands takes beside its bytes, counted in the code and measured, from the launch of the later one. Half
+#: of one for the proposal and half for the first bytes, where the later one proposes; else half each for its offer and for the proposal, with
+#: which bytes come. Then one for the votes, which are acknowledged.
 ROUND_TRIPS = 2.0
-#: What hivemind's daemons and event loops need for a round's messages: rounds of 57,000 parameters took so much longer than their
-#: round trips.
-MESSAGES_SECONDS = 0.02
+#: More with three or more: means come back, or the bytes of one to whom the proposal had to come.
+ROUND_TRIPS_OF_MANY = 0.5
+#: What hivemind's daemons, event loops and threads need for a round's messages on a machine of two cores: fitted to rounds of 0.1 to 0.4 MB
+#: over links of 10 to 300 Mbit/s and 10 to 150 ms, where 9 to 76 ms were beside all that is counted here.
+MESSAGES_SECONDS = 0.045
 #: Bytes that a TCP connection may send before the first is acknowledged, 10 segments of 1448 (RFC 6928); after a pause again.
 FIRST_WINDOW_BYTES = 14480
 #: On top of the round trip: what a connection that was silent so long halves its window for, again and again (RFC 2861 as Linux does it).
@@ -151,14 +154,15 @@ def round_seconds(link: Link, load: RoundLoad, idle: float = math.inf) -> float:
     link = replace(link, connections=min(link.connections, load.chunks))  # a chunk goes over one of them
     wire = line_seconds(link, size) + slow_start_seconds(link, size, idle) + settling_seconds(link, size, idle)
     beside = max(wire, applying) + min(wire, applying) / load.chunks
-    return load.encode_seconds + ROUND_TRIPS * link.rtt + MESSAGES_SECONDS + beside
+    trips = ROUND_TRIPS + (ROUND_TRIPS_OF_MANY if load.islands > 2 else 0.0)
+    return load.encode_seconds + trips * link.rtt + MESSAGES_SECONDS + beside
 
 
 def predict(link: Link, load: RoundLoad, pace: Pace) -> Prediction:
     """Of a long run, in which all islands are equally fast and rounds of several fragments may be in flight at once."""
     busy, computing = _busy_seconds(link, load), pace.sync_every / pace.fragments * pace.inner_step_seconds
     at_once = _with_rounds(round_seconds(link, load, idle=0.0), busy, load.copy_seconds, pace)
-    idle = max(0.0, computing + at_once.stall_seconds - busy)
+    idle = max(0.0, computing + at_once.stall_seconds - busy - link.rtt)  # the ends of streams are told and acknowledged last
     return _with_rounds(round_seconds(link, load, idle), busy, load.copy_seconds, pace)
 
 

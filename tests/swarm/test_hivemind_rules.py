@@ -244,6 +244,10 @@ class TestSettle:
         assert self.settled([ballot(0), ballot(1), ballot(2)], {1: self.answer(0, 1, 2)}) == "in_doubt"
         assert self.settled([ballot(0), ballot(1), ballot(2)], {1: self.answer(0, 1)}) == "given_up"
 
+    def test_nobody_has_while_one_that_answers_has_not_voted(self) -> None:
+        """Votes come while bytes of others are still on the wire, so those of two that are gone may be held by all."""
+        assert self.settled([ballot(0), ballot(2), ballot(3)], {1: self.answer(0, 2, 3)}) == "given_up"
+
 
 class Asked:
     """Surroundings in which some islands answer."""

@@ -38,7 +38,8 @@ def pace(step: float = 0.1, sync_every: int = 20, fragments: int = 1, overlap: i
 def test_bytes_take_their_time_on_the_line_and_latency_counts_once_for_each_message() -> None:
     assert round_seconds(LINK, LOAD) == pytest.approx(0.9)
     nothing = replace(LOAD, bytes_each_way=0)
-    assert round_seconds(replace(LINK, rtt=0.2), nothing) == pytest.approx(0.1 + 0.2 * ROUND_TRIPS)
+    assert round_seconds(replace(LINK, rtt=0.2), nothing) == pytest.approx(0.1 + 0.2 * 2)
+    assert round_seconds(replace(LINK, rtt=0.2), replace(nothing, islands=3)) == pytest.approx(0.1 + 0.2 * 2.5), "and means come back"
 
 
 def test_decoding_runs_beside_the_transfer_but_for_one_chunk() -> None:

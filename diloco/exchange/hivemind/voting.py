@@ -81,6 +81,8 @@ def _verdict(attempt: Attempt, settled: Mapping[int, Settled]) -> Verdict:
         return "given_up"
     silent = set(attempt.others) - settled.keys()
     held = [{ballot.slot for ballot in reply.ballots} for reply in settled.values()]
+    if settled.keys() - set(attempt.ballots).union(*held):
+        return "given_up"  # one that answers has not voted, and does so no more
     if attempt.accepted(ballot for reply in settled.values() for ballot in reply.ballots):
         known_elsewhere = attempt.acknowledged or any(attempt.slot in slots for slots in held)
         return "committed" if known_elsewhere or not silent else "in_doubt"
