@@ -110,6 +110,9 @@ def test_the_first_island_may_die_too(swarm: Swarm, place: Place) -> None:
 @pytest.mark.slow
 def test_no_slot_is_left(swarm: Swarm, place: Place) -> None:
     """A fifth island for four slots waits, and is told why it got none; nobody else notices."""
+    if len(swarm.islands) < 4:  # run without the tests before it
+        swarm.islands.append(place.island("d"))
+        swarm.islands[3].call("join")
     fifth = place.island("e", through=[swarm.islands[3].call("address")], join_timeout=3.0)
     with running([fifth]), pytest.raises(Exception, match=r"all 4 slots are taken \(swarm.max_slots\)"):
         fifth.call("join")

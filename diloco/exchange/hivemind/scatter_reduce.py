@@ -3,9 +3,10 @@
 Whole: every member sends its contribution to every other, and each reduces all of it. By shares: each reduces a share of
 the chunks and sends the encoded mean on; that is encoded once, and everyone (the reducer too) applies what it decodes to.
 
-Between two members chunks go over several streams side by side, its lanes. Each begins with a chunk of its own, as few chunks would else
-go over the one that is open first; then it takes the next when it has room, so that a slow one holds up no other. That changes when bytes come, and nothing else: a chunk is reduced when all have come, in
-the order of the members, and applied at once, while others are on the wire.
+Between two members chunks go over several streams side by side, its lanes. Each begins with a chunk of its own, as few
+chunks would else go over the one that is open first; then it takes the next when it has room, so that a slow one holds
+up no other. That changes when bytes come, and nothing else: a chunk is reduced when all have come, in the order of the
+members, and applied at once, while others are on the wire.
 
 Nothing in here limits time. A member that sends no more, or little by little, is ended with the attempt: by its silence
 after ``exchange.peer_timeout``, by the round's deadline after ``exchange.round_deadline``.
