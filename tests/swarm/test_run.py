@@ -170,6 +170,7 @@ def test_a_cluster_of_two_replicas_is_one_island_among_others(run: Run) -> None:
     assert all((row["outcome"], row["members"]) == ("committed", [0, 1]) for row in rounds[0])
 
 
+@pytest.mark.slow  # its parts: test_stop.py, test_launch.py (one wish, an unfinished run), test_outer_resume_ranks.py
 @pytest.mark.timeout(180)
 def test_control_c_stops_with_checkpoints_and_the_same_command_goes_on(run: Run) -> None:
     config = run.config(islands=2, ranks=1, steps=100_000)
