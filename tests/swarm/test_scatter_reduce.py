@@ -162,7 +162,7 @@ def test_lanes_change_no_bit(members: int, numel: int, wire: Wire, lanes: int) -
 
 
 def test_all_is_there_before_the_others_have_it() -> None:
-    """So that a member may vote while its own bytes are on the wire."""
+    """So that a member may vote while its own bytes are on the wire; and by votes the other may commit and leave, before it says so."""
     numel = 2 * CHUNK + 1
     values = random_values(2, numel)
     ours, theirs = ([WHOLE.contribution.encode(mine[piece]) for piece in pieces(numel)] for mine in values)
@@ -170,7 +170,10 @@ def test_all_is_there_before_the_others_have_it() -> None:
 
     class Slow(Pipe):
         async def wait_for_end(self) -> None:
-            await asyncio.get_running_loop().create_future()
+            await gone.wait()
+            raise EOFError("it has committed, and left")
+
+    gone = asyncio.Event()
 
     async def run() -> None:
         pipes = [Slow(asyncio.Queue(), asyncio.Queue(), random.Random(0)) for _ in range(2)]
@@ -185,9 +188,8 @@ def test_all_is_there_before_the_others_have_it() -> None:
             pipes[1]._into.put_nowait(came)
         await member.complete.wait()
         assert not works[0].done(), "the other one has not said that all came"
-        for work in works:
-            work.cancel()
-        await asyncio.wait(works)
+        gone.set()
+        await asyncio.gather(*works)
 
     asyncio.run(run())
     mean = torch.cat([applied[chunk] for chunk in range(num_chunks(numel))])

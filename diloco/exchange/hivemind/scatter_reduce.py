@@ -131,12 +131,13 @@ class ScatterReduce:
         return [self._trade(position, lane, lanes, shared, apply) for lane in range(lanes)]
 
     async def _trade(self, position: int, lane: int, lanes: int, shared: "_Lanes", apply: Apply) -> None:
-        stream = await self._open_stream(position, lane, lanes)
+        stream, given = await self._open_stream(position, lane, lanes), asyncio.Event()
 
         async def give() -> None:
             for chunk in shared.to_give(lane):
                 await stream.send_chunk(chunk, self._encoded[chunk])
             await stream.send_end()
+            given.set()
 
         async def take() -> None:
             while (came := await stream.receive_chunk(lambda chunk: shared.awaited(chunk, self._mean_bytes))) is not None:
@@ -144,8 +145,16 @@ class ScatterReduce:
                 await self._take_mean(dict([came]), apply)
             shared.end()
 
+        async def wait() -> None:
+            try:
+                await (stream.wait_for_end() if self._whole else take())
+            except (OSError, EOFError):
+                if not (given.is_set() and self.complete.is_set()):
+                    raise
+                # The votes decide: who misses something gives up, and tells so; who has voted with all others may be gone.
+
         try:
-            await all_or_none([give(), stream.wait_for_end() if self._whole else take()])
+            await all_or_none([give(), wait()])
         finally:
             stream.close()
 
