@@ -16,7 +16,7 @@ ROUND_TRIPS = 2.0
 #: More with three or more: means come back, or the bytes of one to whom the proposal had to come.
 ROUND_TRIPS_OF_MANY = 0.5
 #: What hivemind's daemons, event loops and threads need for a round's messages on a machine of two cores: fitted to rounds of 0.1 to 0.4 MB
-#: over links of 10 to 300 Mbit/s and 10 to 150 ms, where 9 to 76 ms were beside all that is counted here.
+#: over links of 10 to 300 Mbit/s and 10 to 150 ms, where 12 to 96 ms were beside all that is counted here.
 MESSAGES_SECONDS = 0.045
 #: Bytes that a TCP connection may send before the first is acknowledged, 10 segments of 1448 (RFC 6928); after a pause again.
 FIRST_WINDOW_BYTES = 14480
